@@ -72,11 +72,12 @@ class Options:
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
     disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward). Their
-                    file has no name, and is gone with the process.
+                    file has no name, and is gone with the process. Each rank has a file of its own.
     resumable       whether the file in `disk` outlives the process, with the last complete step: `l2l_compile.resume` continues from it after a
                     kill. All large parameters and their state are on disk then, each in two places.
     host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
-                    bytes, or "24GB"; None takes 0.8 of what the system has available at the first step.
+                    bytes, or "24GB", of each rank; None takes 0.8 of what the system has available at the first step, divided by
+                    the ranks of this host (LOCAL_WORLD_SIZE).
     compile_update  whether overlapped updates are compiled into one pass over memory where the optimizer is
                     elementwise; False runs the optimizer's own step on each layer.
     """
@@ -399,8 +400,6 @@ def _check_disk(settings: dict) -> None:
             "option 'disk' needs update='in_backward' or 'in_forward', and the option 'optimizer': with 'at_step', optimizer.step() touches all "
             "parameters and their state at once, which would bring them all into memory"
         )
-    if settings["schedule"] != _SCHEDULES[0]:
-        raise OptionError("option 'disk' does not go with a schedule of turns: leave out 'schedule', or 'disk'")
 
 
 def _check_plan(settings: dict) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import l2l_compile
 from l2l_compile.host.disk_plan import disk_plan
 from l2l_compile.host.stored_parameters import StoredParameters
 from l2l_compile.options import Options
+from l2l_compile.ranks.sharded import local
 from l2l_compile.session import session_of
 from models import compiled
 
@@ -39,14 +42,28 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "lion": lion,
     "lamb": lamb,
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
 }
 
 
-def matrices() -> nn.Module:
+def matrices(shards: int = 1) -> nn.Module:
+    """Each shard of a matrix has as many bytes as the matrix of a model without shards."""
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
-    return nn.Sequential(nn.Linear(5, WIDTH), *layers, nn.Linear(WIDTH, 3))
+    widths = [WIDTH if number % 2 == 0 else WIDTH * shards for number in range(LAYERS + 1)]
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths)]
+    return nn.Sequential(nn.Linear(5, WIDTH), *layers, nn.Linear(widths[-1], 3))
+
+
+class WithLoss(nn.Module):
+    """The same model with its loss, as stages of a pipeline have it."""
+
+    def __init__(self, shards: int = 1) -> None:
+        super().__init__()
+        self.layers = matrices(shards)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(x), x[:, :3].argmax(-1))
 
 
 @dataclass
@@ -57,11 +74,13 @@ class Training:
     optimizer: torch.optim.Optimizer
     call: Any
     number: int = 0
+    rank: int = 0
 
     def backward(self) -> None:
-        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(self.number))
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(self.number + 1000 * self.rank))
         self.number += 1
-        self.call(x).pow(2).mean().backward()
+        made = self.call(x)
+        (made if made.dim() == 0 else made.pow(2).mean()).backward()
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -77,11 +96,11 @@ class Training:
         return found
 
     def tensors(self) -> list[torch.Tensor]:
-        """Copies of all parameters and of all tensors of the optimizer's state."""
+        """Copies of all parameters and of all tensors of the optimizer's state; of those that are sharded, of this rank's shards."""
         l2l_compile.synchronize(self.call)
         states = [self.optimizer.state[p] for p in self.model.parameters()]
         held = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-        return [t.detach().clone() for t in (*self.model.parameters(), *held)]
+        return [local(t).detach().clone() for t in (*self.model.parameters(), *held)]
 
 
 def training(
@@ -91,14 +110,30 @@ def training(
     disk: Any = None,
     spare: int = 200_000,
     stored_copies: bool = False,
+    mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> Training:
     """With `disk`, only `spare` bytes of parameters and state stay in memory; with `stored_copies`, of copies for the link as well.
 
-    A model, or this one, and a loop that starts anew.
+    A model, or this one, and a loop that starts anew. The model is sharded over the last dimension of `mesh`.
     """
     torch._dynamo.reset()
-    model = matrices() if model is None else model
+    if model is None:
+        model = matrices() if mesh is None else l2l_compile.shard(matrices(mesh.size(mesh.ndim - 1)), mesh)
+    made = training_of(model, optimizer, disk, spare, stored_copies, **options)
+    made.rank = mesh.get_rank() if mesh is not None else 0
+    return made
+
+
+def training_of(
+    model: nn.Module,
+    optimizer: str,
+    disk: Any = None,
+    spare: int = 200_000,
+    stored_copies: bool = False,
+    **options: Any,
+) -> Training:
+    """As `training`, of a model whose segments have no more entries than those of `matrices`."""
     made = OPTIMIZERS[optimizer](model.parameters())
     if disk is not None:
         asked = Options.build({**options, "optimizer": made, "disk": disk, "host_memory": "1TB"})

@@ -381,6 +381,23 @@ def test_the_lines_on_a_kill_continue(shown, tmp_path):
         assert scope["run"].steps == begins and scheduler.last_epoch == steps
 
 
+@checks("docs/disk.md: Several ranks")
+def test_the_lines_on_disks_of_ranks_keep_a_half_each(shown, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    (block,) = shown
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        scope = {"torch": torch, "init_device_mesh": init_device_mesh, "l2l_compile": l2l_compile, "model": model}
+        run(block.text.replace("/nvme", str(tmp_path)), scope)
+        plan = l2l_compile.explain(scope["model"])(torch.randn(4, 8)).host_memory.disk
+    finally:
+        torch.distributed.destroy_process_group()
+    assert plan.budget == 24 * 10**9 and sum(size.master for size in plan.sizes) == 3 * (8 * 8 + 8) * 4 // 2
+
+
 INSTALLING = [block for block in BLOCKS if block.document == "docs/installing.md"]
 CHECKED.update(INSTALLING)
 

@@ -62,7 +62,15 @@ def physical_memory() -> int:
 
 def own_memory() -> int:
     """Bytes of `available_memory` that this process may take: its part, if torchrun has started several here."""
-    return available_memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return available_memory() // max(1, int(os.environ.get(_PROCESSES_HERE, 1)))
+
+
+def knows_own_memory() -> bool:
+    """Whether it is known how many processes share this host: torchrun says it."""
+    return _PROCESSES_HERE in os.environ
+
+
+_PROCESSES_HERE = "LOCAL_WORLD_SIZE"
 
 
 def available_memory() -> int:

@@ -92,10 +92,13 @@ class StoredSpan:
 class DiskStore:
     """A file of tensors in a folder, and the threads that read and write it.
 
+    `failed` is called with the error of the first transfer that fails (a disk thread).
+
     read_bytes, written_bytes  bytes that transfers have moved so far
     """
 
-    def __init__(self, folder: str, name: str | None = None):
+    def __init__(self, folder: str, name: str | None = None, failed: Callable[[DiskError], object] = lambda _: None):
+        self._failed = failed
         self.file = DiskFile(folder) if name is None else DiskFile(folder, name)
         self.file.probe()
         self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
@@ -115,7 +118,13 @@ class DiskStore:
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
             for store in (self, *(span.range.store for span in spans)):
-                store._failure = store._failure or _said(transfer.error)
+                store._fail(_said(transfer.error))
+
+    def _fail(self, said: str) -> None:
+        with self._guard:
+            is_first, self._failure = self._failure is None, self._failure or said
+        if is_first:
+            self._failed(DiskError(said))
 
     def check(self) -> None:
         """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.devices.host import own_memory
+from l2l_compile.devices.host import knows_own_memory, own_memory
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import is_on_disk
 from l2l_compile.errors import L2LError
@@ -20,14 +21,14 @@ from l2l_compile.host.step.trial import nothing_else_changes
 from l2l_compile.memory.address import memory_of
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
-from l2l_compile.ranks.sharded import is_sharded
+from l2l_compile.ranks.sharded import is_sharded, local
 from l2l_compile.units import format_bytes
 
 BUFFERS = 8  # of the ring: some are read, one is updated, some are written
 _LARGEST_BUFFER, _SMALLEST_BUFFER = 64 << 20, 1 << 20  # bytes
 _RING_PART = 8  # the ring takes up to this part of the budget
 _OF_AVAILABLE = 0.8  # of the memory that is available, where the option host_memory says nothing
-_WHAT_IS_BESIDE = "gradients, copies of two versions that cross the link, and the update of a segment"
+_WHAT_IS_BESIDE = "gradients, copies that cross the link and stay in memory, and the update of a parameter"
 _HOSTS = ("cpu", "meta")  # a model on meta is one that will be on the host
 
 
@@ -37,7 +38,7 @@ class DiskPlan:
 
     parameters   those that are trained, in the order of `placement`; `sizes` has their bytes
     budget       the bound
-    beside       copies of two versions that cross the link, gradients, and the tensors of a segment whose step takes them whole
+    beside       copies that cross the link of shards, or in two versions, gradients, and a parameter whose step takes it whole
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states, copies   of each, on disk
     places       that masters and states have in the file
@@ -85,41 +86,49 @@ class DiskPlan:
 def disk_plan(options: Options, largest: int) -> DiskPlan:
     """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment.
 
-    Raises `L2LError` for parameters that are divided among ranks.
+    Of parameters that are sharded over ranks, each rank plans for its own shards. Raises `L2LError` for several ranks if nothing says how much
+    of the host's memory is for each.
     """
     optimizer = options.optimizer
     assert optimizer is not None, "`Options.build` requires it"
     own = [p for p in parameters_of(optimizer) if p.requires_grad]
-    if ranks_among(own) is not None:
-        raise L2LError(
-            "the option 'disk' is for one rank, and the parameters of this optimizer are divided among several: leave out 'disk'"
-        )
+    shards = [local(p) for p in own]
     each = state_bytes_of_trial(optimizer) or 0
-    owners = Counter(map(memory_of, own))
-    alone = [can_move(p) and owners[memory_of(p)] == 1 for p in own]
+    owners = Counter(map(memory_of, shards))
     on_link = 0 if options.delay else bytes_on_link(options)
+    copies = [s.numel() * on_link if s.itemsize > on_link else 0 for s in shards]  # in the dtype of the link, it crosses as it is
+    of_shards = sum(copy for p, copy in zip(own, copies, strict=True) if is_sharded(p))
     sizes = [
         TensorSizes(
-            p.nbytes,
-            p.numel() * each,
-            may_leave,
-            p.numel() * on_link if p.itemsize > on_link else 0,  # in the dtype of the link, it crosses as it is
-            is_on_disk(p),
+            s.nbytes,
+            s.numel() * each,
+            can_move(s) and owners[memory_of(s)] == 1,
+            0 if is_sharded(p) else copy,
+            is_on_disk(s),
             _has_state_on_disk(p, optimizer),
         )
-        for p, may_leave in zip(own, alone, strict=True)
+        for p, s, copy in zip(own, shards, copies, strict=True)
     ]
     budget = options.host_memory
     if budget is None:
+        _check_part_is_known(own)
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes if not one.master_is_there)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
-    at_once = at_once_in_update(optimizer, max((p.numel() for p in own), default=0), each, options)
-    beside = bytes_beside(sum(p.numel() for p in own), largest, options) + at_once
+    at_once = at_once_in_update(optimizer, max((s.numel() for s in shards), default=0), each, options)
+    beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer, only_copies=options.resumable)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
     return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places)
+
+
+def _check_part_is_known(parameters: Sequence[torch.nn.Parameter]) -> None:
+    if ranks_among(parameters) is not None and not knows_own_memory():
+        raise L2LError(
+            "the option 'disk' leaves a part of the host's memory to each rank, and the number of ranks on this host is not known: LOCAL_WORLD_SIZE, "
+            "which torchrun sets, is not set. Give each rank its part with the option host_memory"
+        )
 
 
 def bytes_beside(entries: int, largest: int, options: Options) -> int:
@@ -137,8 +146,9 @@ def at_once_in_update(optimizer: torch.optim.Optimizer, largest: int, state: int
     state     bytes of optimizer state for an entry
     """
     with nothing_else_changes(optimizer):
-        in_ring = options.compile_update and why_not_compiled(optimizer) is None and takes_pieces(optimizer)
-    return (min(largest, PIECE) if in_ring else largest) * (8 + state)  # its gradient may be widened
+        in_pieces = options.compile_update and why_not_compiled(optimizer) is None and takes_pieces(optimizer)
+    in_pieces &= not any(map(is_sharded, parameters_of(optimizer)))  # a shard makes its state whole
+    return (min(largest, PIECE) if in_pieces else largest) * (8 + state)  # its gradient may be widened
 
 
 def copies_on_link(entries: int, options: Options) -> int:
@@ -163,19 +173,18 @@ def gradients_at_once(entries: int, largest: int, options: Options) -> int:
 
 def _has_state_on_disk(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
     state = [value for value in optimizer.state.get(parameter, {}).values() if is_stored_state(value)]
-    return bool(state) and all(map(is_on_disk, state))
+    return bool(state) and all(is_on_disk(local(each)) for each in state)
 
 
 def is_stored_state(value: object) -> bool:
     """Whether a value of an optimizer's state is one that may be on disk."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and can_move(value)
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and can_move(local(value))
 
 
 def can_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may be on disk: large, dense, the only one in its storage, and shared with no process."""
+    """Whether a tensor, this rank's shard of one, may be on disk: large, dense, alone in its storage, and shared with no process."""
     return (
-        not is_sharded(tensor)
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and tensor.device.type in _HOSTS
         and tensor.nbytes >= SMALL
         and tensor.is_contiguous()

@@ -26,7 +26,7 @@ from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward,
 from l2l_compile.host.updates.interface import Updates
 from l2l_compile.host.updates.other_models import wait_for_other_models
 from l2l_compile.host.updates.without_flush import UpdatesWithoutFlush
-from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_wire
+from l2l_compile.host.wire import Ready, Wire, Wires, is_locked, no_waiter, on_wire, shape_on_host
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.ir import nodes
 from l2l_compile.ir.captured import Input
@@ -370,15 +370,15 @@ def _by_weight(arrived: Iterable[Input], norms: Sequence[torch.Tensor | None], f
 
 
 def largest_segment(program: Program) -> int:
-    """The most entries of trained parameters that a segment has."""
+    """The most entries of trained parameters that a segment has on this host."""
     trained = (
         [(w, s) for w, s in zip(each.weights, each.block.weights, strict=True) if w.kind == "parameter"] for each in program.here
     )
-    return max((sum(_entries(s, program) for _, s in own if s.differentiable) for own in trained), default=0)
+    return max((sum(_entries(w, s, program) for w, s in own if s.differentiable) for own in trained), default=0)
 
 
-def _entries(spec: TensorSpec, program: Program) -> int:
-    return math.prod(spec.sizes(program.bindings))
+def _entries(weight: Input, spec: TensorSpec, program: Program) -> int:
+    return math.prod(shape_on_host(weight, spec, program.bindings))
 
 
 def segments_in_flight(options: Options) -> int:

@@ -13,15 +13,20 @@ from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, StoredSpan, range_of, whole_spans
 from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, write_entries
+from l2l_compile.errors import DiskError
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan, is_stored_state
+from l2l_compile.host.hooks import WeakHook
 from l2l_compile.host.resumable_run import run_for
 from l2l_compile.host.step.in_pieces import first_step_in_pieces, takes_pieces
+from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import Hyperparameters, step_on
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import apart_from_the_heap, trim_the_heap
 from l2l_compile.memory.pages import pages
 from l2l_compile.options import Options
-from l2l_compile.ranks.sharded import attributes
+from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.sharded import attributes, is_sharded, local, set_local, sharded_as
 from l2l_compile.update_modes import UpdatePlace
 
 _TENSORS = 5  # of a parameter, its state and its copy: each takes whole pages
@@ -55,7 +60,7 @@ class StoredParameters:
         assert options.disk is not None
         self._options, self._optimizer = options, optimizer
         self.run = run_for(optimizer) if options.resumable else None
-        self.store = self.run.store if self.run is not None else DiskStore(options.disk)
+        self.store = self.run.store if self.run is not None else DiskStore(options.disk, failed=WeakHook(self._tell))
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
@@ -63,6 +68,7 @@ class StoredParameters:
         self._ring: ChunkRing | None = None
         self._takes_pieces: bool | None = None
         self._store_of_copies: DiskStore | None = None
+        self._ranks: Ranks | None = None  # that share the parameters
 
     @property
     def ring(self) -> ChunkRing:
@@ -78,7 +84,9 @@ class StoredParameters:
     def store_of_copies(self) -> DiskStore:
         """Where copies for the link are: with the option `resumable`, in a file that ends with the process, as the next one makes them anew."""
         if self._store_of_copies is None:
-            self._store_of_copies = DiskStore(self.store.file.folder) if self.run is not None else self.store
+            self._store_of_copies = (
+                DiskStore(self.store.file.folder, failed=WeakHook(self._tell)) if self.run is not None else self.store
+            )
         return self._store_of_copies
 
     def misplaced(self, parameters: Iterable[Parameter]) -> list[Parameter]:
@@ -89,6 +97,7 @@ class StoredParameters:
         self.store.check()
         is_first = self.plan is None
         if is_first:
+            self._ranks = ranks_among(parameters_of(self._optimizer))
             self.plan = self._make_plan()
         return [p for p in parameters if is_first or self._master_to_move(p)]
 
@@ -100,7 +109,7 @@ class StoredParameters:
         start = self._moved()
         for parameter in parameters:
             if self._master_to_move(parameter):
-                parameter.data = moved_to_disk(self.store, parameter)
+                set_local(parameter, moved_to_disk(self.store, local(parameter)))
             self.place_state([parameter])
         trim_the_heap()
         self._before = self._moved().since(start.since(self._before))  # what was moved now is no part of a step
@@ -131,7 +140,7 @@ class StoredParameters:
     def being_written(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, whose updates are still on their way to the disk."""
         with unwatched():
-            return [p for p in parameters if (found := range_of(p)) is not None and found.writes]
+            return [p for p in parameters if (found := range_of(local(p))) is not None and found.writes]
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
@@ -140,7 +149,7 @@ class StoredParameters:
         for parameter in parameters:
             for name in self._state_to_move(parameter):
                 state = self._optimizer.state[parameter]
-                state[name] = moved_to_disk(self.store, state[name])
+                state[name] = sharded_as(moved_to_disk(self.store, local(state[name])), state[name])
 
     def step(
         self,
@@ -213,7 +222,7 @@ class StoredParameters:
         """Whether a step will make the state of a parameter, and may make it in pieces."""
         if self._takes_pieces is None:
             self._takes_pieces = takes_pieces(self._optimizer)
-        is_plain = parameter.is_contiguous() and not attributes(parameter)
+        is_plain = not is_sharded(parameter) and parameter.is_contiguous() and not attributes(parameter)
         return self._takes_pieces and parameter not in self._optimizer.state and is_plain
 
     def _room_for_state(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
@@ -222,6 +231,13 @@ class StoredParameters:
             return self.store.empty(parameter.shape, dtype)
         with apart_from_the_heap():
             return torch.empty(parameter.shape, dtype=dtype)
+
+    # ---- called on a disk thread -------------------------------------------------------------------------------------
+
+    def _tell(self, error: DiskError) -> None:
+        """Tell the other ranks: they wait for this one, which may be anywhere in its step, or in code of the user."""
+        if self._ranks is not None:
+            self._ranks.failed(error)
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -240,16 +256,17 @@ class StoredParameters:
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:
-        found = range_of(parameter)
+        shard = local(parameter)
+        found = range_of(shard)
         is_elsewhere = found is None or self.run is not None and found.store is not self.store
-        return self._planned.get(parameter, _IN_MEMORY)[0] and is_elsewhere and can_move(parameter)
+        return self._planned.get(parameter, _IN_MEMORY)[0] and is_elsewhere and can_move(shard)
 
     def _state_to_move(self, parameter: Parameter) -> list[str]:
         """Names of optimizer state that is to be on disk, and is in memory."""
         if not self._planned.get(parameter, _IN_MEMORY)[1]:
             return []
         state = self._optimizer.state.get(parameter, {})
-        return [name for name, value in state.items() if is_stored_state(value) and range_of(value) is None]
+        return [name for name, value in state.items() if is_stored_state(value) and range_of(local(value)) is None]
 
     def _moved(self) -> DiskFigures:
         """Bytes and seconds so far."""
@@ -258,11 +275,11 @@ class StoredParameters:
 
 
 def _tensors_of(parameters: Iterable[Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, and the tensors of their optimizer state."""
+    """Parameters, and the tensors of their optimizer state; of those that are sharded, this rank's shards."""
     found: list[torch.Tensor] = []
     for parameter in parameters:
         found += [parameter, *(v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))]
-    return found
+    return [local(tensor) for tensor in found]
 
 
 def _within(buffer: torch.Tensor, span: StoredSpan, tensor: torch.Tensor) -> torch.Tensor:

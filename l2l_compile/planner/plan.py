@@ -251,6 +251,11 @@ def plan(
 
 def _check(model: Callable, given: dict[str, Any], machine: Machine, devices: int, delay: bool) -> None:
     """Raise `L2LError` for options that cannot be planned. Adds the budget that a machine with a disk gives."""
+    if given.get("disk") is not None and devices > 1:
+        raise OptionError(
+            "a plan for several devices does not know how much of the model each rank has on disk: plan one device with the option 'disk', or "
+            "several without it"
+        )
     if given.get("disk") is not None:
         given.setdefault("host_memory", budget_of(machine))
     Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})

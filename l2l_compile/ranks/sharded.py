@@ -224,6 +224,7 @@ def _sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     if _is_of_this_parallel_layer(parameter, mesh):
         return _sharded_twice(parameter, mesh)
     made = distribute_tensor(parameter.detach(), _data(mesh), placements_of(parameter, _data(mesh)))
+    set_local(made, _without_padding(made.to_local()))
     sharded = nn.Parameter(made, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(attributes(parameter))
     return sharded
@@ -240,12 +241,17 @@ def _sharded_twice(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     rows: Shard | _StridedShard = Shard(0)
     if placement.is_shard(0):  # the rows of each part are sharded: the shard of rank (0, 1) does not follow that of rank (0, 0)
         rows = _StridedShard(0, split_factor=parameter.device_mesh.size())
-    shard = distribute_tensor(part, data, [Shard(0)]).to_local()
+    shard = _without_padding(distribute_tensor(part, data, [Shard(0)]).to_local())
     shape = parameter.shape
     made = DTensor.from_local(shard, mesh, [rows, placement], run_check=False, shape=shape, stride=stride_of(shape))
     sharded = nn.Parameter(made, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(attributes(parameter))
     return sharded
+
+
+def _without_padding(shard: torch.Tensor) -> torch.Tensor:
+    """A shard in memory of its size: `distribute_tensor` leaves one with fewer rows than others in memory for as many."""
+    return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
 
 
 @functools.cache
@@ -328,6 +334,14 @@ def shard_spec_of(tensor: DTensor) -> ShardSpec:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a sharded tensor, the same object in every call. Any other tensor is returned as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local(tensor: torch.Tensor, shard: torch.Tensor) -> None:
+    """Have a tensor, which stays the same object, its entries in other memory: those of this rank, if it is sharded."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = shard
+    else:
+        tensor.data = shard
 
 
 def attributes(parameter: torch.Tensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_compile.errors import RankError
+from l2l_compile.errors import DiskError, RankError
 from l2l_compile.uncaught import look_at_target, uncaught
 
 BEAT = 0.5  # seconds between two writes of the counter
@@ -31,11 +31,19 @@ GRACE = 2.0  # seconds in which data that a rank has sent before it ended may st
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank dropped out, and the time (`time.monotonic`) from which a collective that waits for it raises."""
+    """Why a rank dropped out, and the time (`time.monotonic`) from which a collective that waits for it raises.
+
+    own  the error of this rank's disk, if it is this rank that dropped out
+    """
 
     text: str
     gives_up: float
     has_ended: bool = False  # its process, without an error
+    own: DiskError | None = None
+
+    @property
+    def error(self) -> RankError | DiskError:
+        return self.own or RankError(self.text)
 
 
 class Watch:
@@ -47,6 +55,7 @@ class Watch:
         self.abandoned = False  # whether this rank left a collective that other ranks may never finish
         self._until: float | None = None  # when this rank, at the end of its process, waits no longer
         self._closed = self._gone = False
+        self._disk: DiskError | None = None  # of this rank
         self._wake: queue.SimpleQueue = queue.SimpleQueue()  # a finalizer may put into it, whatever its thread is doing
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._beats = self._begun = 0
@@ -56,11 +65,11 @@ class Watch:
         threading.Thread(target=self._loop, name="l2l-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raises `RankError` if a rank has dropped out."""
+        """Raises `RankError` if a rank has dropped out, and the `DiskError` of this rank if its own disk has failed."""
         failure = self.failure
         if failure is not None and time.monotonic() >= failure.gives_up:
             self.abandoned = True
-            raise RankError(failure.text)
+            raise failure.error
         if self._until is not None and time.monotonic() > self._until:
             self.abandoned = True
             raise RankError("other ranks have not come to the end of their processes")
@@ -90,19 +99,21 @@ class Watch:
 
         return check
 
-    def explain(self, error: Exception) -> RankError:
+    def explain(self, error: Exception) -> RankError | DiskError:
         """The error for a collective that failed, most likely because a rank is gone. Waits until it is known which rank."""
         until = time.monotonic() + PATIENCE + 2 * BEAT
         while self.failure is None and time.monotonic() < until:
             time.sleep(BEAT / 10)
         self.abandoned = True
-        return RankError(self.failure.text if self.failure is not None else f"a collective failed: {error}")
+        return self.failure.error if self.failure is not None else RankError(f"a collective failed: {error}")
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks that this rank has failed within a step: they cannot finish the step without it."""
         if isinstance(error, RankError) or self._closed:
             return
         text = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+        if isinstance(error, DiskError):
+            self._disk = error
         self._note(f"rank {self.rank} failed: {text}")
 
     def close(self) -> None:
@@ -172,7 +183,8 @@ class Watch:
         if self.failure is not None:
             return
         if self._store.check(["failed"]) and (text := self._store.get("failed").decode()):
-            self.failure = Failure(text, now)
+            is_own = text.startswith(f"rank {self.rank} failed: ")
+            self.failure = Failure(text, now, own=self._disk if is_own else None)
             return
         for rank in range(self.size):
             if rank != self.rank and self._store.check([f"beat/{rank}"]):

@@ -205,7 +205,7 @@ class Runner:
         all_parameters = [i for i in captured.inputs if i.kind == "parameter"]
         parameters = [arguments[i.index] for i in all_parameters if owners is None or owners.has(i)]
         if to_train:
-            self.engine.server.place(parameters)
+            self._place(parameters)
         read = self.arguments.read(arguments, to_train)
         rows = self._rows_of(arguments)
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
@@ -226,6 +226,15 @@ class Runner:
         self.engine.server.begin_forward(step, parameters, to_train, resident)
         self._bindings = rows.bindings
         return step
+
+    def _place(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Move parameters to where they belong. The other ranks, which wait for this one to begin, are told of a failure."""
+        try:
+            self.engine.server.place(parameters)
+        except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.failed(error)
+            raise
 
     def _rows_of(self, arguments: Sequence) -> StepRows:
         bindings = self.captured.bindings(arguments)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from l2l_compile.errors import L2LError, RankError
+from l2l_compile.errors import DiskError, L2LError, RankError
 from l2l_compile.ir.captured import Captured
 from l2l_compile.ir.segments import Segment
 from l2l_compile.ranks.announcements import ActionKind
@@ -169,7 +169,7 @@ class TurnRuns:
         with in_flight.lock:
             try:
                 self._program.joint(graph).announce(step.ranks, kind)
-            except RankError as error:
+            except (RankError, DiskError) as error:  # of another rank, or of this one
                 for lost in in_flight.drop(error):
                     self._engine.server.recover(lost)
                 raise

@@ -121,8 +121,9 @@ class Machine:
             return self
         own = self.host_bandwidth / devices
         copies = {way: min(getattr(self, way), own) for way in (Lane.H2D, Lane.D2H, "pageable")}
-        memory = {name: getattr(self, name) / devices for name in ("host_memory", "host_reserve")}
-        return replace(self, host_bandwidth=own, **memory, **copies)
+        divided = ("host_memory", "host_reserve", "disk_read", "disk_write")
+        parts = {name: getattr(self, name) / devices for name in divided if getattr(self, name) is not None}
+        return replace(self, host_bandwidth=own, **parts, **copies)
 
     def save(self, path: str | Path) -> None:
         """Write the figures as JSON."""

@@ -63,12 +63,12 @@ def simulate(
     chosen.check_decided("a simulation")
     figures = machine if isinstance(machine, Machine) else Machine.load(machine)
     _check_blocks(blocks, figures)
-    chosen = on_disk_of(chosen, figures)
     plain = adapter.uncompiled(model)
     pipeline, division = pipeline_behind(plain), division_of(plain, figures)
     together = division.ranks.world_size if division is not None else pipeline.world_size if pipeline is not None else 1
     if together > 1:
         figures = machine_of_rank(figures, together)
+    chosen = on_disk_of(chosen, figures)
 
     def run(*args: Any, **kwargs: Any) -> Simulation:
         state_bytes = state_bytes_of(chosen)

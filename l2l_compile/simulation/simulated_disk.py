@@ -248,7 +248,11 @@ def fetched_beside_updates(plan: DiskPlan, options: Options) -> float:
 
 
 def check_is_timed(plan: DiskPlan, options: Options, machine: Machine) -> None:
-    """Raise `OptionError` for weights that the operations of a host read from the file, through the page cache."""
+    """Raise `OptionError` for weights that the operations of a host read from the file, through the page cache, and for turns in flight."""
+    if options.goes_by_turns and options.delay:
+        raise OptionError(
+            "the disk is not timed in a schedule without a flush, whose updates begin within the next step: leave out 'disk', 'delay' or 'schedule'"
+        )
     fetched = plan.masters if options.precision == "fp32" and not options.delay else plan.copies
     if fetched and not machine.overlaps:
         raise OptionError(

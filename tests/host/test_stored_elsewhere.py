@@ -16,7 +16,7 @@ from l2l_compile.options import Options
 from l2l_compile.session import session_of
 from models import compiled
 from slow_disk import Faults, slow_disk
-from stored_training import LAYERS, RING, SLOW, WIDTH, Training, same, training
+from stored_training import LAYERS, RING, SLOW, WIDTH, Training, WithLoss, same, training, training_of
 
 MODES = {
     "in_backward": {"update": "in_backward"},
@@ -143,3 +143,19 @@ def test_stored_tensors_take_no_file_descriptor_each(tmp_path):
     beyond = store.empty(torch.Size([3 << 10]), torch.float32)  # more than was reserved
     beyond.fill_(1.0)
     assert float(held[-1][-1]) == 63
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_turns_train_from_the_disk_with_equal_bits(delay, tmp_path):
+    """Micro-batches go back one by one, and with `delay` the last ones in the next call, from where updates begin."""
+
+    def trained(disk):
+        torch._dynamo.reset()
+        made = training_of(WithLoss(), "adamw", disk, update="in_forward", schedule="1f1b", delay=delay, outputs="loss")
+        made.step(5)
+        return made.tensors()
+
+    expected = trained(None)
+    for rate in (SLOW, None):
+        with slow_disk(Faults(rate=rate)):
+            assert same(expected, trained(tmp_path)), rate

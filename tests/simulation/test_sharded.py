@@ -20,11 +20,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import l2l_compile
 from l2l_compile import L2LError, Machine, OptionError, simulate
+from l2l_compile.host.disk_plan import disk_plan
+from l2l_compile.options import Options
 from l2l_compile.ranks.ranks import Ranks
 from l2l_compile.ranks.shard_spec import ShardSpec
 from l2l_compile.simulation.ring import ring_of
 from l2l_compile.simulation.simulated_loop import SimulatedLoop
 from models import Stack, rows
+from stored_training import RING
 
 ROWS = 64
 UPDATES = [{}, {"update": "at_step"}, {"update": "in_backward"}, {"update": "in_forward", "max_grad_norm": 1.0}]
@@ -109,6 +112,26 @@ def test_twice_the_ranks_fetch_push_and_update_half(options):
     assert whole == four.stats.fetched_bytes + four.stats.gathered_bytes
     lane = "caller" if options["update"] == "at_step" else "host"
     assert four.timeline.busy(lane) < 0.6 * two.timeline.busy(lane)
+
+
+def test_ranks_of_a_host_share_its_disk():
+    """Each keeps its own half of what one rank has there, at half of the rate: it takes as long."""
+    machine = joined(devices=2, disk_read=1e9, disk_write=1e9)
+    busy = []
+    for ranks in (1, 2):
+        layers = (nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Tanh()) for _ in range(4))
+        with world(ranks) as mesh:
+            model = l2l_compile.shard(nn.Sequential(*layers), mesh)
+            optimizer = torch.optim.AdamW(model.parameters())
+            options = {"update": "in_backward", "precision": "bf16", "optimizer": optimizer, "micro_batches": 2, "disk": "/"}
+            asked = Options.build({**options, "host_memory": "1TB", "device": "cpu"})
+            options["host_memory"] = disk_plan(asked, largest=1024**2 // ranks).beside + RING
+            found = simulate(model, machine, options)(torch.empty(ROWS, 1024))
+            report = l2l_compile.explain(model, {**options, "device": "cpu"})(torch.empty(ROWS, 1024))
+        on_disk = report.host_memory.disk.placement.on_disk
+        assert found.stats.disk_written_bytes == on_disk == 4 * 12 * 1024**2 // ranks
+        busy.append(found.timeline.busy("disk_write"))
+    assert busy == pytest.approx([on_disk * 2 / 1e9] * 2, rel=0.01)
 
 
 def test_devices_of_a_host_share_its_bandwidth():

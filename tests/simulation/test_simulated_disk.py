@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from l2l_compile import Machine, OptionError, explain, simulate
+from l2l_compile import Machine, OptionError, explain, plan, simulate
 from l2l_compile.estimate.optimizer_times import optimizer_times
 from l2l_compile.estimate.step_time import step_time
 from l2l_compile.host.disk_plan import disk_plan
@@ -26,7 +26,8 @@ CARD = replace(Machine.load("rtx4090"), disk_read=4e9, disk_write=2e9)
 WIDTH, LAYERS, ROWS = 1024, 32, 4096
 BY_NODES = 0.001
 DELAYED = {"update": "in_forward", "delay": 1}
-MODES = {"in_backward": {"update": "in_backward"}, "in_forward": {"update": "in_forward"}, "delayed": DELAYED}
+BY_TURNS = {"update": "in_forward", "schedule": "1f1b"}
+MODES = {"in_backward": {"update": "in_backward"}, "in_forward": {"update": "in_forward"}, "delayed": DELAYED, "1f1b": BY_TURNS}
 
 
 class Layers(nn.Sequential):
@@ -36,10 +37,18 @@ class Layers(nn.Sequential):
         return super().forward(x).pow(2).mean()
 
 
+class ByTurns(nn.Sequential):
+    """One with a loss of which each micro-batch can go back by itself, also in 16 bits."""
+
+    def forward(self, x):
+        return nn.functional.cross_entropy(super().forward(x), x.argmax(-1))
+
+
 def step(machine, optimizer="adamw", disk=True, stored_copies=False, **options):
     torch._dynamo.reset()
     with torch.device("meta"):
-        model = Layers(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
+        kind = ByTurns if "schedule" in options else Layers
+        model = kind(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(LAYERS)))
         x = torch.empty(ROWS, WIDTH)
     given = {"precision": "bf16", "optimizer": OPTIMIZERS[optimizer](model.parameters()), "micro_batches": 2, **options}
     if disk:
@@ -106,6 +115,17 @@ def test_fetches_from_the_disk_take_its_time(mode, precision, slower):
 def test_weights_that_a_processor_reads_are_not_timed():
     with pytest.raises(OptionError, match="through the page cache, whose time is not known to a simulation"):
         step(replace(Machine.load("cpu"), disk_read=1e9, disk_write=1e9), update="in_backward", precision="fp32")
+
+
+def test_a_schedule_without_a_flush_is_not_timed():
+    with pytest.raises(OptionError, match="not timed in a schedule without a flush"):
+        step(CARD, **DELAYED, schedule="1f1b")
+
+
+def test_a_plan_of_several_devices_with_a_disk_is_refused():
+    model = nn.Linear(8, 8)
+    with pytest.raises(OptionError, match="does not know how much of the model each rank has on disk: plan one device"):
+        plan(model, CARD, {"disk": "/"}, devices=2, optimizer=OPTIMIZERS["adamw"](model.parameters()))(torch.empty(4, 8))
 
 
 def ring(count):

@@ -96,14 +96,14 @@ def step_on(
 ) -> Hyperparameters:
     """Run the class's own `step` on the parameters in `gradients` alone, with the hyperparameters in `shared`.
 
-    The step is on the tensors that `brought` has in the place of parameters and of tensors in their state. Parameters and their
+    The step is on the tensors that `brought` has in the place of (this rank's shards of) parameters and tensors in their state. Parameters and their
     entries in `optimizer.state` change as in the optimizer's own step; `param_groups`, named entries of the state, hooks and
     `p.grad` do not. Returns the hyperparameters after the step: some optimizers count steps there.
     """
     chosen = [[p for p in group["params"] if p in gradients] for group in optimizer.param_groups]
     brought = brought or {}
     left = {id(copy): tensor for tensor, copy in brought.items()}
-    stand_ins = {p: _stand_in(p, brought.get(p, p), gradients[p]) for own in chosen for p in own}
+    stand_ins = {p: _stand_in(p, brought.get(local(p), p), gradients[p]) for own in chosen for p in own}
     shadow, step = shadow_of(optimizer, shared, [[stand_ins[p] for p in own] for own in chosen])
     _keep_names_of(shadow, optimizer, chosen)
     for parameter, stand_in in stand_ins.items():

@@ -93,6 +93,9 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
 
     def describe(self, stats: Stats) -> None:
         super().describe(stats)
+        self._describe_disk(stats)
+
+    def _describe_disk(self, stats: Stats) -> None:
         if self._stored is not None:
             found = self._stored.figures()
             stats.disk_read_bytes, stats.disk_written_bytes, stats.disk_wait_seconds = found.read, found.written, found.waited

@@ -59,6 +59,7 @@ class UpdatesWithoutFlush(DelayedUpdates):
     def describe(self, stats: Stats) -> None:
         """The figures of the step before the last one, on all ranks: some have not looked at the last one yet, and wait for the others."""
         self._shown.add_to(stats)
+        self._describe_disk(stats)
         if self.scale is not None:
             stats.loss_scale = self.scale.of_next_step
 
@@ -140,6 +141,7 @@ class UpdatesWithoutFlush(DelayedUpdates):
 
     def _launch(self, coming: _Coming) -> None:
         """Queue a look at all gradients of a step, and its updates, behind the last gradients on the host lane."""
+        self._begin_updates()
         collected = self.worker.submit(lambda: None)
         self._looked = self._updating.submit(functools.partial(self._look_behind, collected, coming))
         ticket = self._updating.submit(functools.partial(self._update_all, coming))
