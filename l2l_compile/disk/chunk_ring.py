@@ -18,7 +18,7 @@ import torch
 
 from l2l_compile.disk.disk_store import DiskStore, StoredSpan
 from l2l_compile.disk.disk_threads import Transfer
-from l2l_compile.memory.pages import pages
+from l2l_compile.memory.pages import huge_pages
 
 _LOOK = 0.2  # seconds
 
@@ -107,7 +107,7 @@ class ChunkRing:
 
     def _buffers(self) -> deque[torch.Tensor]:
         if self._free is None:
-            memory = pages(self.bytes, "the ring of the option 'disk'")
+            memory = huge_pages(self.bytes, "the ring of the option 'disk'")
             self._free = deque(memory[start : start + self.size] for start in range(0, self.bytes, self.size))
         return self._free
 

@@ -11,7 +11,7 @@ import torch
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import BLOCK, DiskStore, StoredRange, StoredSpan, memory_at, range_of
 from l2l_compile.disk.disk_threads import Transfer
-from l2l_compile.memory.pages import pages
+from l2l_compile.memory.pages import huge_pages, pages
 
 _SAMPLED = 4  # runs of entries of a tensor
 
@@ -99,7 +99,7 @@ def write_entries(target: torch.Tensor, start: int, source: torch.Tensor) -> Non
     begin = first + start * width
     assert before == 0 and begin % PAGE == 0, "entries that begin within a page"
     found.await_writes(begin, begin + len(flat) * width)
-    buffer = pages(min(BLOCK, whole_pages(len(flat) * width)), "parameters on their way to the disk")
+    buffer = huge_pages(min(BLOCK, whole_pages(len(flat) * width)), "parameters on their way to the disk")
     for at in range(0, len(flat), BLOCK // width):
         part = read_entries(flat, slice(at, at + BLOCK // width))
         size = part.numel() * width
@@ -116,7 +116,7 @@ def read_entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
     part = flat.detach()[entries]
     if range_of(part) is None:
         return part
-    buffer = pages(whole_pages(part.nbytes) + PAGE, "a part of a parameter on disk")
+    buffer = huge_pages(min(BLOCK, whole_pages(part.nbytes) + PAGE), "a part of a parameter on disk")
     read = torch.empty_like(part)
 
     def take(block: torch.Tensor, start: int) -> None:

@@ -22,7 +22,7 @@ from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import Hyperparameters, step_on
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.memory.heap import apart_from_the_heap, trim_the_heap
-from l2l_compile.memory.pages import pages
+from l2l_compile.memory.pages import huge_pages
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.ranks import Ranks
@@ -177,7 +177,7 @@ class StoredParameters:
         stored = [t for t in _tensors_of([parameter], self._optimizer) if range_of(t) is not None]
         written = [*stored, *([copy] if copy is not None else [])]
         spans, size = whole_spans(written)
-        buffer = pages(size, "parameters and optimizer state whose step takes them whole")
+        buffer = huge_pages(size, "parameters and optimizer state whose step takes them whole")
         if stored:
             self.store.read(spans[: len(stored)], buffer).wait()
         brought = {t: _within(buffer, span, t) for t, span in zip(stored, spans, strict=False)}

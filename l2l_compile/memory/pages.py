@@ -29,6 +29,7 @@ from l2l_compile.units import format_bytes
 
 _WIDEST = 8  # times the bytes of a tensor: larger buffers are left for larger tensors
 _SMALL = 1 << 20  # bytes
+_HUGE_PAGE = 2 << 20  # bytes
 _HUGE = 16 << 20  # bytes: a page of 2 MiB at its end that is half empty is not much of it
 _SLACK = 1.1  # times the most bytes that a step has needed
 
@@ -46,11 +47,34 @@ def pages(size: int, purpose: str) -> torch.Tensor:
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(mapping, dtype=torch.uint8)[:size]
     except (OSError, MemoryError, ValueError) as error:
-        raise L2LError(
-            f"could not allocate {format_bytes(size)} of host memory for {purpose}: {error}. explain(model, options) lists what uses "
-            "it; precision='fp32' needs no wire, update='in_backward' keeps few gradients, a smaller keep_on_host leaves more, and fewer "
-            "layers need less of all"
-        ) from error
+        raise _no_memory(size, purpose, error) from error
+
+
+def huge_pages(size: int, purpose: str) -> torch.Tensor:
+    """As `pages`, of this process alone: so the system gives huge pages by its usual setting. Not to be page-locked.
+
+    Direct transfers of a disk into huge pages take a sixth of the processor time, and were two to three times as fast.
+    """
+    if size < _HUGE_PAGE:
+        return pages(size, purpose)
+    try:
+        mapping = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    except (OSError, MemoryError, ValueError) as error:
+        raise _no_memory(size, purpose, error) from error
+    start = -memory.data_ptr() % _HUGE_PAGE
+    return memory[start : start + size]
+
+
+def _no_memory(size: int, purpose: str, error: Exception) -> L2LError:
+    return L2LError(
+        f"could not allocate {format_bytes(size)} of host memory for {purpose}: {error}. explain(model, options) lists what uses "
+        "it; precision='fp32' needs no wire, update='in_backward' keeps few gradients, a smaller keep_on_host leaves more, and fewer "
+        "layers need less of all"
+    )
 
 
 class PinnedMemory:
