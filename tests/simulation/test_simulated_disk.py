@@ -159,13 +159,13 @@ def test_parameters_share_chunks_and_are_cut_into_them():
 def test_the_table_of_simulated_disks_is_that_of_the_run():
     rows = json.loads((ROOT / "examples" / "benchmarks" / "runs" / "disk-simulated.json").read_text())["rows"]
     lines = [
-        "| update | disk, each way | step | without disk | disk alone | step over the longer | written |",
-        "|---|---|---|---|---|---|---|",
+        "| update | `host_memory` | disk, each way | step | without disk | disk alone | step over the longer | written |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         seconds = " | ".join(f"{row[name]:.2f} s" for name in ("step s", "without disk s", "disk alone s"))
         lines.append(
-            f"| {row['update']} | {row['GB/s each way']:g} GB/s | {seconds} | {row['over the longer']:.3f} | {row['GB written']:.0f} GB |"
+            f"| {row['update']} | {row['host_memory']} | {row['GB/s each way']:g} GB/s | {seconds} | {row['over the longer']:.3f} | {row['GB written']:.0f} GB |"
         )
     assert_written(ROOT / "docs" / "disk.md", "disk: simulated", "\n".join(lines))
 
