@@ -15,7 +15,13 @@ from l2l_compile.units import format_bytes
 from marked_tables import assert_written
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+SIZES = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
 
 
 @pytest.mark.slow
