@@ -251,7 +251,8 @@ def test_help_says_which_defaults_are_not_the_librarys(capsys):
 
 def test_options_that_change_time_or_memory_are_all_there():
     # of the machine, of a look for errors, of several devices, of calls without gradients alone; a plan is a command
-    neither = {"device", "check", "block_compiler", "batch_scope", "passes", "device_cache", "host_memory", "plan"}
+    # a run that can be resumed takes as long
+    neither = {"device", "check", "block_compiler", "batch_scope", "passes", "device_cache", "host_memory", "plan", "resumable"}
     assert {f.name for f in fields(Options)} - neither <= {f.name for f in fields(Settings)}
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from l2l_compile.devices.host import knows_own_memory, own_memory
 from l2l_compile.disk.disk_file import PAGE
-from l2l_compile.disk.disk_store import is_on_disk
+from l2l_compile.disk.disk_store import DiskStore, is_on_disk, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
-from l2l_compile.host.step.in_pieces import PIECE, takes_pieces
+from l2l_compile.host.resumable_run import run_of
+from l2l_compile.host.step.in_pieces import PIECE, taken_in_pieces
 from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import state_bytes_of_trial
 from l2l_compile.host.step.trial import nothing_else_changes
@@ -42,6 +43,7 @@ class DiskPlan:
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states, copies   of each, on disk
     places       that masters and states have in the file
+    in_pieces    the parameters whose first step is taken in pieces
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -54,6 +56,7 @@ class DiskPlan:
     states: int
     copies: int = 0
     places: int = 1
+    in_pieces: frozenset[torch.nn.Parameter] = frozenset()
 
     @property
     def ring(self) -> int:
@@ -98,14 +101,15 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     on_link = 0 if options.delay else bytes_on_link(options)
     copies = [s.numel() * on_link if s.itemsize > on_link else 0 for s in shards]  # in the dtype of the link, it crosses as it is
     of_shards = sum(copy for p, copy in zip(own, copies, strict=True) if is_sharded(p))
+    is_there = _there(options)
     sizes = [
         TensorSizes(
             s.nbytes,
             s.numel() * each,
             can_move(s) and owners[memory_of(s)] == 1,
             0 if is_sharded(p) else copy,
-            is_on_disk(s),
-            _has_state_on_disk(p, optimizer),
+            is_there(s),
+            _has_state(p, optimizer, is_there),
         )
         for p, s, copy in zip(own, shards, copies, strict=True)
     ]
@@ -114,13 +118,14 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
         _check_part_is_known(own)
         budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes if not one.master_is_there)))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
-    at_once = at_once_in_update(optimizer, max((s.numel() for s in shards), default=0), each, options)
+    in_pieces = _in_pieces(options)
+    at_once = at_once_in_update(own, in_pieces, each)
     beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer, only_copies=options.resumable)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places)
+    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places, in_pieces)
 
 
 def _check_part_is_known(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -139,16 +144,22 @@ def bytes_beside(entries: int, largest: int, options: Options) -> int:
     return (copies_on_link(entries, options) if options.delay else 0) + gradients_at_once(entries, largest, options)
 
 
-def at_once_in_update(optimizer: torch.optim.Optimizer, largest: int, state: int, options: Options) -> int:
-    """Host memory for an update beside the ring: a step without a formula takes a parameter whole, and the first one may take pieces.
+def at_once_in_update(parameters: Sequence[torch.nn.Parameter], in_pieces: frozenset[torch.nn.Parameter], state: int) -> int:
+    """Host memory for an update beside the ring: of a parameter that is taken whole, or of a piece in the step that makes its state.
 
-    largest   entries of a parameter
-    state     bytes of optimizer state for an entry
+    state   bytes of optimizer state for an entry
     """
+    entries = (min(local(p).numel(), PIECE) if p in in_pieces else local(p).numel() for p in parameters)
+    return max(entries, default=0) * (8 + state)  # its gradient may be widened
+
+
+def _in_pieces(options: Options) -> frozenset[torch.nn.Parameter]:
+    """The parameters whose first step is taken in pieces: later steps have machine code for any range."""
+    optimizer = options.optimizer
+    assert optimizer is not None
     with nothing_else_changes(optimizer):
-        in_pieces = options.compile_update and why_not_compiled(optimizer) is None and takes_pieces(optimizer)
-    in_pieces &= not any(map(is_sharded, parameters_of(optimizer)))  # a shard makes its state whole
-    return (min(largest, PIECE) if in_pieces else largest) * (8 + state)  # its gradient may be widened
+        is_compiled = options.compile_update and why_not_compiled(optimizer) is None
+    return taken_in_pieces(optimizer) if is_compiled else frozenset()
 
 
 def copies_on_link(entries: int, options: Options) -> int:
@@ -171,9 +182,23 @@ def gradients_at_once(entries: int, largest: int, options: Options) -> int:
     return min(entries, largest * (options.prefetch + 2)) * on_link
 
 
-def _has_state_on_disk(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+def _there(options: Options) -> Callable[[torch.Tensor], bool]:
+    """Whether a tensor is on disk and stays where it is: with the option `resumable`, in the file of the run."""
+    if not options.resumable:
+        return is_on_disk
+    run = run_of(options.optimizer) if options.optimizer is not None else None
+    return lambda tensor: run is not None and is_on_disk(tensor) and is_in(tensor, run.store)
+
+
+def is_in(tensor: torch.Tensor, store: DiskStore) -> bool:
+    """Whether a tensor is in the file of a store."""
+    found = range_of(tensor)
+    return found is not None and found.store is store
+
+
+def _has_state(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, is_there: Callable[[torch.Tensor], bool]) -> bool:
     state = [value for value in optimizer.state.get(parameter, {}).values() if is_stored_state(value)]
-    return bool(state) and all(is_on_disk(local(each)) for each in state)
+    return bool(state) and all(is_there(local(each)) for each in state)
 
 
 def is_stored_state(value: object) -> bool:

@@ -59,6 +59,8 @@ class ResumableRun:
         if contents is not None:
             check_fits(folder, contents, optimizer, self._names, buffers)
             put_back(self.store, contents, optimizer, buffers)
+            entries = zip(contents["parameters"], parameters_of(optimizer), strict=True)
+            self._trained = {p for entry, p in entries if entry["value"][1] is not None}
         self.resumed = Resumed() if contents is None else Resumed(contents["steps"], contents["extra"])
         self.steps, self.is_over = self.resumed.steps, False
         _runs[optimizer] = self

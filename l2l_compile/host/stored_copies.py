@@ -20,6 +20,8 @@ Parameter = torch.nn.Parameter
 class StoredCopy(Copy):
     """The copy of one parameter, in a file."""
 
+    is_stored = True
+
     def follow(self, other: Copy) -> bool:
         """False: the next forward copies the parameter."""
         self._of = None
@@ -44,6 +46,10 @@ class StoredCopies:
     def __init__(self, store: Callable[[], DiskStore], wires: Wires, is_planned: Callable[[torch.Tensor], bool]):
         self._store, self._wires, self.has = store, wires, is_planned
         self._copies: dict[tuple[int, torch.dtype], StoredCopy] = {}
+
+    def place(self) -> None:
+        """A plan says anew which copies are on disk: drop those that are in memory. No update is under way."""
+        self._wires.drop()
 
     def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The copy of a parameter, or of a slice of one, with its values at the beginning of this forward (h2d lane). Raises `DiskError`."""

@@ -14,10 +14,10 @@ from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, StoredSpan, range_of, whole_spans
 from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, write_entries
 from l2l_compile.errors import DiskError
-from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan, is_stored_state
+from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan, is_in, is_stored_state
 from l2l_compile.host.hooks import WeakHook
 from l2l_compile.host.resumable_run import run_for
-from l2l_compile.host.step.in_pieces import first_step_in_pieces, takes_pieces
+from l2l_compile.host.step.in_pieces import first_step_in_pieces
 from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.step.torch_step import Hyperparameters, step_on
 from l2l_compile.host.watched_parameters import unwatched
@@ -26,7 +26,7 @@ from l2l_compile.memory.pages import huge_pages
 from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.ranks import Ranks
-from l2l_compile.ranks.sharded import attributes, is_sharded, local, set_local, sharded_as
+from l2l_compile.ranks.sharded import local, set_local, sharded_as
 from l2l_compile.update_modes import UpdatePlace
 
 _TENSORS = 5  # of a parameter, its state and its copy: each takes whole pages
@@ -66,7 +66,6 @@ class StoredParameters:
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
         self._planned: dict[Parameter, tuple[bool, bool, bool]] = {}  # of master, state and copy: whether it is on disk
         self._ring: ChunkRing | None = None
-        self._takes_pieces: bool | None = None
         self._store_of_copies: DiskStore | None = None
         self._ranks: Ranks | None = None  # that share the parameters
 
@@ -95,11 +94,13 @@ class StoredParameters:
         Raises the `DiskError` of an earlier step, and `L2LError` if the budget is too small.
         """
         self.store.check()
-        is_first = self.plan is None
-        if is_first:
+        own = list(parameters)
+        is_new = self.plan is None or any(p not in self._planned for p in own)  # they were frozen, or have joined the optimizer
+        if is_new:
             self._ranks = ranks_among(parameters_of(self._optimizer))
             self.plan = self._make_plan()
-        return [p for p in parameters if is_first or self._master_to_move(p)]
+            own = [*own, *(p for p in self._planned if p not in set(own))]
+        return [p for p in own if is_new or self._master_to_move(p)]
 
     def place(self, parameters: Iterable[Parameter]) -> None:
         """Move parameters, and their state, to the disk whose place it is. No update is under way. Raises `DiskError`.
@@ -163,7 +164,7 @@ class StoredParameters:
         For a step without a formula, and for the one that makes the state. Their `copies` that cross the link, as far as these are on disk,
         are written with them. `scale` brings gradients to the step, some at a time. Raises `DiskError`.
         """
-        stored = {p for p in gradients if self._is_stored(p)}
+        stored = {p for p in gradients if p in copies or self._is_stored(p)}
         in_memory = {p: g for p, g in gradients.items() if p not in stored}
         after = [step_on(self._optimizer, shared, scale(in_memory))] if in_memory else []
         for parameter in filter(stored.__contains__, gradients):
@@ -220,10 +221,7 @@ class StoredParameters:
 
     def _has_to_make_state(self, parameter: Parameter) -> bool:
         """Whether a step will make the state of a parameter, and may make it in pieces."""
-        if self._takes_pieces is None:
-            self._takes_pieces = takes_pieces(self._optimizer)
-        is_plain = not is_sharded(parameter) and parameter.is_contiguous() and not attributes(parameter)
-        return self._takes_pieces and parameter not in self._optimizer.state and is_plain
+        return self.plan is not None and parameter in self.plan.in_pieces and not self._optimizer.state.get(parameter)
 
     def _room_for_state(self, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
         """Memory for state with an entry for each one of a parameter, where the plan puts it. Raises `DiskError`."""
@@ -247,7 +245,8 @@ class StoredParameters:
         plan.check()
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, placed.copies, strict=True), strict=True))
-        self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
+        if self._ring is None:
+            self._ring = ChunkRing(self.store, BUFFERS, plan.buffer)
         needed = {self.store: plan.to_come}
         if plan.copies:
             needed[self.store_of_copies()] = needed.get(self.store_of_copies(), 0) + plan.copies
@@ -257,16 +256,18 @@ class StoredParameters:
 
     def _master_to_move(self, parameter: Parameter) -> bool:
         shard = local(parameter)
-        found = range_of(shard)
-        is_elsewhere = found is None or self.run is not None and found.store is not self.store
-        return self._planned.get(parameter, _IN_MEMORY)[0] and is_elsewhere and can_move(shard)
+        return self._planned.get(parameter, _IN_MEMORY)[0] and self._is_elsewhere(shard) and can_move(shard)
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in memory; with the option `resumable`, or in another file than that of the run."""
+        return range_of(tensor) is None or self.run is not None and not is_in(tensor, self.store)
 
     def _state_to_move(self, parameter: Parameter) -> list[str]:
         """Names of optimizer state that is to be on disk, and is in memory."""
         if not self._planned.get(parameter, _IN_MEMORY)[1]:
             return []
         state = self._optimizer.state.get(parameter, {})
-        return [name for name, value in state.items() if is_stored_state(value) and range_of(local(value)) is None]
+        return [name for name, value in state.items() if is_stored_state(value) and self._is_elsewhere(local(value))]
 
     def _moved(self) -> DiskFigures:
         """Bytes and seconds so far."""

@@ -128,7 +128,10 @@ class Copy:
     """The copy of one parameter on a wire; both may be written together, by an update.
 
     generation  of the forward that used it last
+    is_stored   whether it is on disk
     """
+
+    is_stored = False
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor):
         self.parameter, self.view, self.generation = parameter, view, 0
@@ -145,8 +148,10 @@ class Copy:
 
     def follow(self, other: Copy) -> bool:
         """Take the values that another copy of the parameter got from its update. Returns whether they are there now."""
-        has_them = other.view.dtype is self.view.dtype and range_of(other.view) is None
-        self.view.copy_(other.view if has_them else written_values(self.parameter))
+        if other.is_stored:  # its parameter is on its way to the disk: the next forward copies it, if one reads this copy again
+            self._of = None
+            return False
+        self.view.copy_(other.view if other.view.dtype is self.view.dtype else written_values(self.parameter))
         return True
 
     def refresh(self, generation: int) -> Iterator[int]:
@@ -234,6 +239,13 @@ class Wires:
     def add(self, copy: Copy) -> None:
         """From now on, whoever writes a parameter writes this copy as well."""
         self._copies[copy.parameter].append(copy)
+
+    def drop(self) -> None:
+        """Drop the wires, whose copies may belong on disk now. Those that a forward needs are made again. Nothing is under way."""
+        self._wires.clear()
+        self._stale.clear()
+        for parameter, copies in list(self._copies.items()):
+            self._copies[parameter] = [copy for copy in copies if copy.is_stored]
 
     def latest(self, parameter: torch.Tensor) -> Copy | None:
         """The copy of a parameter that a forward used last."""

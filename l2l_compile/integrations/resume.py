@@ -7,8 +7,10 @@ from typing import Any
 from l2l_compile.errors import L2LError, OptionError
 from l2l_compile.frontend.dynamo import adapter
 from l2l_compile.host.resumable_run import ResumableRun, Resumed, run_of
+from l2l_compile.host.step.sharded_state import ranks_among
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 from l2l_compile.reentry import check, whole
 from l2l_compile.session import session_of
 
@@ -32,6 +34,11 @@ def resume(compiled: Any) -> Resumed:
     if not options.resumable:
         raise OptionError("resume() is for a model that is compiled with the options 'disk' and resumable=True")
     assert options.optimizer is not None and options.disk is not None, "`Options.build` requires it"
+    if ranks_among(parameters_of(options.optimizer)) is not None:
+        raise L2LError(
+            "the option 'resumable' is for one rank: ranks would not commit the same step. Leave it out, and save checkpoints with "
+            "torch.distributed.checkpoint"
+        )
     if session is not None:
         raise L2LError("resume() comes before the first forward of a compiled model: it replaces parameters and optimizer state")
     if run_of(options.optimizer) is not None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from l2l_compile.host.step import in_pieces
-from l2l_compile.host.step.in_pieces import takes_pieces
+from l2l_compile.host.step.in_pieces import taken_in_pieces
 from l2l_compile.host.stored_parameters import StoredParameters
 from slow_disk import Faults, slow_disk
 from stored_training import OPTIMIZERS, matrices, same, training
 
-ELEMENTWISE = ("Adagrad", "Adam", "Adamax", "AdamW", "Adadelta", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE = ("Adagrad", "Adam", "Adamax", "AdamW", "Adadelta", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *OPTIMIZERS])
 def test_a_trial_tells_which_optimizers_take_pieces(name):
     made = OPTIMIZERS[name] if name in OPTIMIZERS else getattr(torch.optim, name)
-    assert takes_pieces(made(matrices().parameters())) == (name not in ("lamb", "adafactor"))
+    large = [p for p in matrices().parameters() if p.dim() == 2]
+    assert len(taken_in_pieces(made(large))) == (len(large) if name not in ("lamb", "adafactor") else 0)
 
 
 class Spread(torch.optim.SGD):
@@ -42,17 +44,46 @@ class Drawn(torch.optim.SGD):
 
 @pytest.mark.parametrize("kind", [Spread, Drawn])
 def test_a_step_that_looks_at_a_whole_parameter_takes_none(kind):
-    assert not takes_pieces(kind(matrices().parameters(), lr=0.1))
+    assert not taken_in_pieces(kind(matrices().parameters(), lr=0.1, momentum=0.9))
 
 
-def test_one_group_that_takes_no_pieces_is_enough():
+class OfConvolutions(torch.optim.SGD):
+    """Takes the mean off the gradients of convolutions alone."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() > 3:
+                    parameter.grad = parameter.grad - parameter.grad.mean((1, 2, 3), keepdim=True)
+        return super().step(closure)
+
+
+def test_each_number_of_dimensions_is_tried():
+    made = [nn.Parameter(torch.zeros(4, 4, 3, 3)), nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))]
+    assert taken_in_pieces(OfConvolutions(made, lr=0.1, momentum=0.9)) == set(made[1:])
+
+
+def test_a_step_without_state_takes_none(tmp_path):
+    assert not taken_in_pieces(torch.optim.SGD(matrices().parameters(), lr=0.1))
+
+
+def test_attributes_of_parameters_are_tried():
+    """transformers sets one on each parameter."""
+    model = matrices()
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    assert len(taken_in_pieces(torch.optim.AdamW(model.parameters()))) == len(list(model.parameters()))
+
+
+def test_each_kind_of_group_is_tried():
     class Mixed(Spread):
         def step(self, closure=None):
             return super().step(closure) if self.param_groups[1]["params"] else torch.optim.SGD.step(self, closure)
 
     first, *others = matrices().parameters()
-    groups = [{"params": [first], "momentum": 0.9}, {"params": others}]
-    assert not takes_pieces(Mixed(groups, lr=0.1)) and takes_pieces(torch.optim.SGD(groups, lr=0.1))
+    groups = [{"params": [first], "momentum": 0.9, "nesterov": True}, {"params": others, "momentum": 0.9}]
+    assert taken_in_pieces(Mixed(groups, lr=0.1)) == {first}
+    assert taken_in_pieces(torch.optim.SGD(groups, lr=0.1)) == {first, *others}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ QUICKER = 6e7  # bytes a second
 
 def odd():
     torch.manual_seed(0)
-    pairs = zip(SIZES, SIZES[1:], strict=False)
+    pairs = itertools.pairwise(SIZES)
     return nn.Sequential(
         nn.Linear(5, SIZES[0]), *(nn.Sequential(nn.Linear(*p), nn.Tanh()) for p in pairs), nn.Linear(SIZES[-1], 3)
     )

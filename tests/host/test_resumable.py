@@ -17,7 +17,7 @@ from l2l_compile.disk.disk_store import DiskStore, range_of
 from l2l_compile.disk.stored_entries import moved_to_disk
 from models import compiled
 from slow_disk import Faults, slow_disk
-from stored_training import LAYERS, OPTIMIZERS, WIDTH, same, training
+from stored_training import LAYERS, OPTIMIZERS, WIDTH, Training, matrices, same, training, training_of
 
 QUICKER = 1e8  # bytes a second
 STEPS = 6
@@ -274,3 +274,59 @@ def test_weights_of_another_file_become_those_of_the_run(tmp_path):
     l2l_compile.commit(made.call, wait=True)
     assert same(expected.tensors(), made.tensors())
     assert all(range_of(p).store is made.stored.store for p in made.model.parameters() if p.nbytes >= 1 << 20)
+
+
+def test_a_layer_that_was_frozen_is_kept_by_later_runs(tmp_path):
+    """Its last run does not train it, and must not take it for one that the user has built."""
+    folder = tmp_path / "0"
+    folder.mkdir()
+    made = begun(folder)
+    made.step(2)
+    made.model[1][0].weight.requires_grad_(False)
+    made.step(1)
+    trained = made.model[1][0].weight.detach().clone()
+    for number in range(2):
+        l2l_compile.commit(made.call, wait=True)
+        folder = shutil.copytree(folder, tmp_path / str(number + 1))
+        made = begun(folder)
+        made.model[1][0].weight.requires_grad_(False)
+        assert torch.equal(made.model[1][0].weight, trained)
+        made.step(1)
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_a_layer_that_is_unfrozen_moves_to_the_disk(resumable, tmp_path):
+    def trained(disk):
+        model = matrices()
+        weight = model[1][0].weight.requires_grad_(False)
+        torch._dynamo.reset()
+        made = training_of(model, "adamw", disk, spare=2 << 20, update="in_forward", **({"resumable": resumable} if disk else {}))
+        if disk and resumable:
+            l2l_compile.resume(made.call)
+        made.step(2)
+        weight.requires_grad_(True)
+        made.step(3)
+        return made, weight
+
+    (expected, _), (made, weight) = trained(None), trained(tmp_path)
+    assert same(expected.tensors(), made.tensors())
+    held = [weight, *(v for v in made.optimizer.state[weight].values() if v.dim())]
+    assert all(range_of(t) is not None for t in held) or not resumable
+
+
+def test_state_of_an_earlier_file_becomes_that_of_the_run(tmp_path):
+    expected = training("adamw", update="in_backward")
+    expected.step(4)
+    before = training("adamw", disk=tmp_path, update="in_backward")
+    before.step(2)
+    l2l_compile.synchronize(before.call)
+    torch._dynamo.reset()
+    options = {"update": "in_backward", "disk": tmp_path, "resumable": True, "host_memory": "1GB"}
+    call = compiled(before.model, optimizer=before.optimizer, **options)
+    l2l_compile.resume(call)
+    made = Training(before.model, before.optimizer, call, number=2)
+    made.step(2)
+    l2l_compile.commit(call, wait=True)
+    assert same(expected.tensors(), made.tensors())
+    states = [v for state in made.optimizer.state.values() for v in state.values() if v.dim() and v.nbytes >= 1 << 20]
+    assert all(range_of(v).store is made.stored.store for v in states)

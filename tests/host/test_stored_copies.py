@@ -131,3 +131,44 @@ def test_a_disk_that_fails_in_a_fetch_is_named(tmp_path, threaded):
         faults.read_fails = (errno.EIO, 0)
         with pytest.raises(l2l_compile.DiskError, match=r"Input/output error while \d+ bytes at byte \d+ .* were read"):
             made.step()
+
+
+def test_an_evaluation_before_the_first_step_leaves_no_copy(tmp_path, threaded):
+    """No plan is made yet, so its copies are in memory: all of the model, beside `host_memory`."""
+    expected = training("adamw", update="in_backward", precision="bf16")
+    expected.step(3)
+    made = training("adamw", disk=tmp_path, stored_copies=True, update="in_backward", precision="bf16")
+    with torch.no_grad():
+        made.call(torch.ones(6, 5))
+    made.step(3)
+    wires = session_of(made.call).server.wires
+    assert sum(wire.buffer.numel() for wire in wires._wires.values()) < MATRIX // 2
+    assert all(copy.is_stored for weight in made.model[1:-1].parameters() if weight.dim() == 2 for copy in wires._copies[weight])
+    assert same(expected.tensors(), made.tensors())
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, and keeps a number alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-6))
+                    self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+
+
+def test_a_master_that_leaves_the_disk_still_writes_its_copy(tmp_path, monkeypatch):
+    """`share_memory()` moves it. A step that changes a few rows is not seen by a sample."""
+    monkeypatch.setitem(OPTIMIZERS, "normed", lambda parameters: Normed(parameters, lr=1.0))
+
+    def trained(disk):
+        made = training("normed", disk=disk, stored_copies=True, update="in_forward", precision="bf16")
+        made.step(1)
+        l2l_compile.synchronize(made.call)
+        made.model.share_memory()
+        made.step(3)
+        return made.tensors()
+
+    assert same(trained(None), trained(tmp_path))

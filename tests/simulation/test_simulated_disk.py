@@ -165,7 +165,8 @@ def test_the_table_of_simulated_disks_is_that_of_the_run():
     for row in rows:
         seconds = " | ".join(f"{row[name]:.2f} s" for name in ("step s", "without disk s", "disk alone s"))
         lines.append(
-            f"| {row['update']} | {row['host_memory']} | {row['GB/s each way']:g} GB/s | {seconds} | {row['over the longer']:.3f} | {row['GB written']:.0f} GB |"
+            f"| {row['update']} | {row['host_memory']} | {row['GB/s each way']:g} GB/s | {seconds} "
+            f"| {row['over the longer']:.3f} | {row['GB written']:.0f} GB |"
         )
     assert_written(ROOT / "docs" / "disk.md", "disk: simulated", "\n".join(lines))
 

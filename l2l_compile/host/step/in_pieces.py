@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,54 +11,62 @@ from l2l_compile.host.step.small_copies import Small, kind_of_group, with_fresh_
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters, step_on
 from l2l_compile.host.step.trial import nothing_else_changes
 from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.sharded import attributes, is_sharded
 
 PIECE = 2 << 20  # entries
-_SHAPE = (96, 128)  # of a matrix on which a step is tried
+_SIZE = 256  # of the first dimensions of a parameter on which a step is tried
 
 
-def takes_pieces(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a first step on flat pieces of a parameter leaves the bits of one on the whole: tried, on a small matrix in each kind of group."""
-    kinds: set[str] = set()
+def taken_in_pieces(optimizer: torch.optim.Optimizer) -> frozenset[torch.nn.Parameter]:
+    """The parameters of which a first step on flat pieces leaves the bits of one on the whole: tried, on a small one of each kind.
+
+    A kind is a kind of group, a number of dimensions, and attributes that the optimizer may look at.
+    """
+    tried: dict[tuple[str, int, str], bool] = {}
+    found = []
     for number, group in enumerate(optimizer.param_groups):
-        kind = kind_of_group(group)
-        if group["params"] and kind not in kinds:
-            kinds.add(kind)
-            try:
-                if not _leaves_the_same(optimizer, number):
-                    return False
-            except Exception:  # noqa: BLE001  # any class may raise anything; a real step will raise it again
-                return False
-    return True
+        for parameter in group["params"]:
+            kind = kind_of_group(group), parameter.dim(), str(attributes(parameter))
+            if kind not in tried:
+                tried[kind] = _may_be_cut(optimizer, number, parameter)
+            if tried[kind] and not is_sharded(parameter) and parameter.is_contiguous():
+                found.append(parameter)
+    return frozenset(found)
 
 
-def _leaves_the_same(optimizer: torch.optim.Optimizer, group: int) -> bool:
-    with nothing_else_changes(optimizer):
-        generator = torch.Generator().manual_seed(0)
-        master, gradient = (torch.randn(_SHAPE, generator=generator).view(-1) for _ in range(2))
-        count = len(master) // 3
-        whole = _stepped(optimizer, group, master.view(_SHAPE), gradient.view(_SHAPE))
-        parts = zip(master.split(count), gradient.split(count), strict=True)
-        pieces = [_stepped(optimizer, group, *part) for part in parts]
-    if any(piece.keys() != whole.keys() for piece in pieces):
+def _may_be_cut(optimizer: torch.optim.Optimizer, group: int, parameter: torch.nn.Parameter) -> bool:
+    shape = (_SIZE,) * min(2, parameter.dim()) + (2,) * (parameter.dim() - 2)
+    try:
+        with nothing_else_changes(optimizer):
+            generator = torch.Generator().manual_seed(0)
+            master, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
+            whole = _stepped(optimizer, group, parameter, master, gradient)
+            parts = zip(master.view(-1).tensor_split(3), gradient.view(-1).tensor_split(3), strict=True)
+            pieces = [_stepped(optimizer, group, parameter, *part) for part in parts]
+    except Exception:  # noqa: BLE001  # any class may raise anything; a real step will raise it again
         return False
-    return all(_is_joined(value, [piece[name] for piece in pieces]) for name, value in whole.items())
+    if len(whole) == 1 or any(piece.keys() != whole.keys() for piece in pieces):  # without state, nothing is to be made
+        return False
+    return all(_is_joined(value, [piece[name] for piece in pieces], master.numel()) for name, value in whole.items())
 
 
-def _is_joined(whole: Any, pieces: list[Any]) -> bool:
+def _is_joined(whole: Any, pieces: list[Any], entries: int) -> bool:
     """Whether state, or a parameter, is what pieces are together; a value that belongs to no entry is that of each piece."""
     if not isinstance(whole, torch.Tensor):
         return all(type(piece) is type(whole) and piece == whole for piece in pieces)
     if not all(isinstance(piece, torch.Tensor) for piece in pieces):
         return False
-    if whole.numel() == math.prod(_SHAPE):
+    if whole.numel() == entries:
         return torch.equal(whole.reshape(-1), torch.cat([piece.reshape(-1) for piece in pieces]))
     return whole.dim() == 0 and all(piece.dim() == 0 and torch.equal(piece, whole) for piece in pieces)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: int, master: torch.Tensor, gradient: torch.Tensor) -> dict[Any, Any]:
-    """What a first step leaves on a parameter with these entries: its state, and the parameter, as None."""
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: int, owner: torch.nn.Parameter, master: torch.Tensor, gradient: torch.Tensor
+) -> dict[Any, Any]:
+    """What a first step leaves on a parameter like `owner` with these entries: its state, and the parameter, as None."""
     chosen: list[list[Small]] = [[] for _ in optimizer.param_groups]
-    chosen[group].append(Small(tuple(master.shape)))
+    chosen[group].append(Small(tuple(master.shape), owner))
     trial = with_fresh_state(optimizer, chosen)
     (parameter,) = parameters_of(trial)
     with torch.no_grad():

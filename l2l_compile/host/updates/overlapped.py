@@ -90,6 +90,8 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
             if misplaced := self._stored.misplaced(mine):
                 self.synchronize()
                 self._stored.place(misplaced)
+                if self.stored_copies is not None:
+                    self.stored_copies.place()
 
     def describe(self, stats: Stats) -> None:
         super().describe(stats)
