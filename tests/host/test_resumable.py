@@ -14,6 +14,7 @@ from torch import nn
 import l2l_compile
 from l2l_compile import DiskError
 from l2l_compile.disk.disk_store import DiskStore, range_of
+from l2l_compile.disk.manifest import read_manifest
 from l2l_compile.disk.stored_entries import moved_to_disk
 from models import compiled
 from slow_disk import Faults, slow_disk
@@ -330,3 +331,13 @@ def test_state_of_an_earlier_file_becomes_that_of_the_run(tmp_path):
     assert same(expected.tensors(), made.tensors())
     states = [v for state in made.optimizer.state.values() for v in state.values() if v.dim() and v.nbytes >= 1 << 20]
     assert all(range_of(v).store is made.stored.store for v in states)
+
+
+def test_a_commit_that_is_waited_for_is_there(tmp_path):
+    """Also if the updates of its step are made late."""
+    with slow_disk(Faults(rate=2e7)):
+        made = begun(tmp_path, update="in_forward")
+        for steps in (1, 2):
+            made.step(1)
+            l2l_compile.commit(made.call, wait=True)
+            assert read_manifest(str(tmp_path))["contents"]["steps"] == steps
