@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 from l2l_compile.disk import disk_store
@@ -88,3 +89,25 @@ def slow_disk(faults: Faults) -> Iterator[Faults]:
     """Context manager in which stores are on such a disk."""
     with mock.patch.object(disk_store, "DiskFile", lambda folder, name=None: SlowFile(folder, name, faults)):
         yield faults
+
+
+def holders(folder: object) -> list[str]:
+    """The open files, and mappings, of all processes that are in a folder: the kernel frees a file without a name with the last one."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [line for line in (process / "maps").read_text().splitlines() if f"{folder}/" in line]
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found += [path for path in [os.readlink(descriptor)] if path.startswith(f"{folder}/")]
+    return found
+
+
+def is_freed_within(seconds: float, folder: object) -> bool:
+    """Whether no process holds a file of a folder any more, within so many seconds."""
+    until = time.monotonic() + seconds
+    while holders(folder):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True

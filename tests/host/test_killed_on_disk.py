@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stored_training import LAYERS, WIDTH
+from slow_disk import holders, is_freed_within
 
 TESTS = Path(__file__).parent.parent
 RUN = """
@@ -46,24 +45,6 @@ def running(folder: Path, saved: Path, steps: int) -> subprocess.Popen:
     return made
 
 
-def free_beside_files(root: Path) -> int:
-    """Free bytes, and those that files with a name take."""
-    return shutil.disk_usage(root).free + sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-
-
-def is_free_again(root: Path, before: int) -> bool:
-    """Whether the space of the file without a name is free within a second; half of it may be taken by others meanwhile."""
-    until = time.monotonic() + 1.0
-    while free_beside_files(root) < before - SIZE // 2:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-SIZE = 12 * LAYERS * WIDTH**2  # bytes of parameters and state on disk
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kills", "steps"), [(5, 8), (50, 40)])
 def test_a_killed_run_goes_on_with_the_same_bits(kills, steps, tmp_path):
@@ -71,12 +52,12 @@ def test_a_killed_run_goes_on_with_the_same_bits(kills, steps, tmp_path):
     assert running(folder, tmp_path / "whole", steps).wait() == 0
     times = random.Random(0)
     for _ in range(kills):
-        before = free_beside_files(tmp_path)
         run = running(folder, tmp_path / "killed", steps)
         time.sleep(times.uniform(0.0, 0.6))
+        assert holders(folder), "a file without a name"
         run.send_signal(signal.SIGKILL)
         run.wait()
-        assert os.listdir(folder) == [] and is_free_again(tmp_path, before)
+        assert os.listdir(folder) == [] and is_freed_within(1.0, folder)
     assert running(folder, tmp_path / "killed", steps).wait() == 0
     whole, killed = (torch.load(tmp_path / f"{name}.end") for name in ("whole", "killed"))
     assert all(map(torch.equal, whole, killed)) and len(whole) == len(killed)
