@@ -306,6 +306,7 @@ def test_a_layer_that_is_unfrozen_moves_to_the_disk(resumable, tmp_path):
             l2l_compile.resume(made.call)
         made.step(2)
         weight.requires_grad_(True)
+        torch._dynamo.reset()  # PyTorch 2.11 does not compile again by itself
         made.step(3)
         return made, weight
 
