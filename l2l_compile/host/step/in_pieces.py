@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from l2l_compile.host.step.small_copies import Small, kind_of_group, with_fresh_state
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters, step_on
@@ -26,12 +27,17 @@ def taken_in_pieces(optimizer: torch.optim.Optimizer) -> frozenset[torch.nn.Para
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            kind = kind_of_group(group), parameter.dim(), str(attributes(parameter))
+            kind = kind_of_group(group), parameter.dim(), str(_attributes(parameter))
             if kind not in tried:
                 tried[kind] = _may_be_cut(optimizer, number, parameter)
             if tried[kind] and not is_sharded(parameter) and parameter.is_contiguous():
                 found.append(parameter)
     return frozenset(found)
+
+
+def _attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Those that an optimizer may look at; none for a fake parameter of a simulation, which has its own of PyTorch."""
+    return {} if isinstance(parameter, FakeTensor) else attributes(parameter)
 
 
 def _may_be_cut(optimizer: torch.optim.Optimizer, group: int, parameter: torch.nn.Parameter) -> bool:
@@ -43,11 +49,11 @@ def _may_be_cut(optimizer: torch.optim.Optimizer, group: int, parameter: torch.n
             whole = _stepped(optimizer, group, parameter, master, gradient)
             parts = zip(master.view(-1).tensor_split(3), gradient.view(-1).tensor_split(3), strict=True)
             pieces = [_stepped(optimizer, group, parameter, *part) for part in parts]
+            if len(whole) == 1 or any(piece.keys() != whole.keys() for piece in pieces):  # without state, nothing is to be made
+                return False
+            return all(_is_joined(value, [piece[name] for piece in pieces], master.numel()) for name, value in whole.items())
     except Exception:  # noqa: BLE001  # any class may raise anything; a real step will raise it again
         return False
-    if len(whole) == 1 or any(piece.keys() != whole.keys() for piece in pieces):  # without state, nothing is to be made
-        return False
-    return all(_is_joined(value, [piece[name] for piece in pieces], master.numel()) for name, value in whole.items())
 
 
 def _is_joined(whole: Any, pieces: list[Any], entries: int) -> bool:
@@ -66,7 +72,7 @@ def _stepped(
 ) -> dict[Any, Any]:
     """What a first step leaves on a parameter like `owner` with these entries: its state, and the parameter, as None."""
     chosen: list[list[Small]] = [[] for _ in optimizer.param_groups]
-    chosen[group].append(Small(tuple(master.shape), owner))
+    chosen[group].append(Small(tuple(master.shape), owner if _attributes(owner) else None))
     trial = with_fresh_state(optimizer, chosen)
     (parameter,) = parameters_of(trial)
     with torch.no_grad():
