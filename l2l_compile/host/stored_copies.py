@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from l2l_compile.disk.disk_store import DiskStore, await_writes
+from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.disk.stored_entries import write_entries
 from l2l_compile.host.wire import Copy, Wires, same_sample, written_values
-
-Parameter = torch.nn.Parameter
 
 
 class StoredCopy(Copy):
@@ -39,12 +37,17 @@ class StoredCopy(Copy):
 class StoredCopies:
     """The copies of one model that are on disk.
 
-    store       returns the store of copies, when the first is made
+    empty       makes a tensor on disk
     is_planned  whether the copy of a parameter is to be there
     """
 
-    def __init__(self, store: Callable[[], DiskStore], wires: Wires, is_planned: Callable[[torch.Tensor], bool]):
-        self._store, self._wires, self.has = store, wires, is_planned
+    def __init__(
+        self,
+        empty: Callable[[torch.Size, torch.dtype], torch.Tensor],
+        wires: Wires,
+        is_planned: Callable[[torch.Tensor], bool],
+    ):
+        self._empty, self._wires, self.has = empty, wires, is_planned
         self._copies: dict[tuple[int, torch.dtype], StoredCopy] = {}
 
     def place(self) -> None:
@@ -53,12 +56,15 @@ class StoredCopies:
 
     def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The copy of a parameter, or of a slice of one, with its values at the beginning of this forward (h2d lane). Raises `DiskError`."""
-        copy = self._copies.get((id(parameter), dtype))
-        if copy is None:
-            copy = StoredCopy(parameter, self._store().empty(parameter.shape, dtype))
-            self._copies[id(parameter), dtype] = copy
-            self._wires.add(copy)
+        copy = self._copy_of(parameter, dtype)
         if copy.generation != self._wires.generation:
             for _ in copy.refresh(self._wires.generation):
                 pass
         return await_writes(copy.view)
+
+    def _copy_of(self, parameter: torch.Tensor, dtype: torch.dtype) -> StoredCopy:
+        key = id(parameter), dtype
+        if key not in self._copies:
+            self._copies[key] = copy = StoredCopy(parameter, self._empty(parameter.shape, dtype))
+            self._wires.add(copy)
+        return self._copies[key]

@@ -88,19 +88,22 @@ class StoredParameters:
             )
         return self._store_of_copies
 
+    def empty_copy(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor for a copy that crosses the link, on disk (h2d lane). Raises `DiskError`."""
+        return self.store_of_copies().empty(shape, dtype)
+
     def misplaced(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, that `place` is to move: in the first forward, with the optimizer state that they have.
 
         Raises the `DiskError` of an earlier step, and `L2LError` if the budget is too small.
         """
         self.store.check()
-        own = list(parameters)
-        is_new = self.plan is None or any(p not in self._planned for p in own)  # they were frozen, or have joined the optimizer
-        if is_new:
-            self._ranks = ranks_among(parameters_of(self._optimizer))
-            self.plan = self._make_plan()
-            own = [*own, *(p for p in self._planned if p not in set(own))]
-        return [p for p in own if is_new or self._master_to_move(p)]
+        own = dict.fromkeys(parameters)
+        if self.plan is not None and own.keys() <= self._planned.keys():
+            return [p for p in own if self._master_to_move(p)]
+        self._ranks = ranks_among(parameters_of(self._optimizer))
+        self.plan = self._make_plan()  # the first one, or some were frozen, or have joined the optimizer
+        return [*(own | dict.fromkeys(self._planned))]
 
     def place(self, parameters: Iterable[Parameter]) -> None:
         """Move parameters, and their state, to the disk whose place it is. No update is under way. Raises `DiskError`.
@@ -201,10 +204,10 @@ class StoredParameters:
             for name, value in state.items():
                 if name not in made:
                     made[name] = self._room_for_state(parameter, value.dtype)
-                _put(made[name].view(-1), part.start, value)
-            _put(flat, part.start, piece)
+                write_entries(made[name].view(-1), part.start, value)
+            write_entries(flat, part.start, piece)
             if copy is not None:
-                _put(copy.view(-1), part.start, piece)
+                write_entries(copy.view(-1), part.start, piece)
 
         def read(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
             return read_entries(flat, part).clone(), scale({parameter: gradient.reshape(-1)[part]})[parameter]
@@ -286,11 +289,3 @@ def _tensors_of(parameters: Iterable[Parameter], optimizer: torch.optim.Optimize
 def _within(buffer: torch.Tensor, span: StoredSpan, tensor: torch.Tensor) -> torch.Tensor:
     """A stored tensor in a buffer."""
     return buffer[span.at : span.at + span.size].view(tensor.dtype).view(tensor.shape)
-
-
-def _put(target: torch.Tensor, start: int, entries: torch.Tensor) -> None:
-    """Write entries into a flat tensor from one entry on, on disk or in memory."""
-    if range_of(target) is not None:
-        write_entries(target, start, entries)
-    else:
-        target[start : start + len(entries)] = entries

@@ -14,11 +14,10 @@ from typing import TypeVar
 
 import torch
 
-from l2l_compile.disk.disk_store import DiskStore
 from l2l_compile.errors import OptionError
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, disk_plan
 from l2l_compile.host.step.torch_step import Hyperparameters, TorchStep
-from l2l_compile.host.stored_copies import StoredCopies, StoredCopy
+from l2l_compile.host.stored_copies import StoredCopies
 from l2l_compile.host.stored_parameters import DiskFigures
 from l2l_compile.host.wire import Wires
 from l2l_compile.lanes import Lane
@@ -53,7 +52,7 @@ class DiskRing:
         """`fetched` are the bytes that fetches read of copies for each byte that updates read: the disk does this first."""
         machine = clocks.machine
         self._clocks, self.size, self._count = clocks, size, count
-        self._read_rate, self._write_rate = machine.known("disk_read") / (1 + fetched), machine.known("disk_write")
+        self._read_rate, self._write_rate, self._fetched = machine.known("disk_read"), machine.known("disk_write"), fetched
         self._reading, self._writing = Clock(Lane.DISK_READ), Clock(Lane.DISK_WRITE)
         self._free = deque([0.0] * count)  # when each buffer is free
         self._ahead: deque[tuple[int, SimulatedEvent]] = deque()  # chunks that are read ahead, by their bytes
@@ -118,6 +117,7 @@ class DiskRing:
 
     def _begin_to_read(self, size: int, start: float) -> SimulatedEvent:
         self._clocks.work_on(self._reading, max(start, self._reading.now), size / self._read_rate)
+        self._reading.now += self._fetched * size / self._read_rate  # the disk is at work for fetches, whose lane counts it
         self.read += size
         return self._reading.event()
 
@@ -213,22 +213,16 @@ class SimulatedStore:
         return DiskFigures(self.ring.read, self.ring.written, self.ring.waited)
 
 
-def _no_store() -> DiskStore:
-    raise AssertionError("simulated copies have no file")
-
-
 class SimulatedCopies(StoredCopies):
     """As `StoredCopies`: they have sizes, and no file."""
 
     def __init__(self, store: SimulatedStore, wires: Wires):
-        super().__init__(_no_store, wires, lambda parameter: bool(store.copies_on_disk(parameter)))
+        super().__init__(
+            lambda shape, dtype: put_on_disk(torch.empty(shape, dtype=dtype)), wires, lambda p: bool(store.copies_on_disk(p))
+        )
 
     def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        copy = self._copies.get((id(parameter), dtype))
-        if copy is None:
-            copy = StoredCopy(parameter, put_on_disk(torch.empty(parameter.shape, dtype=dtype)))
-            self._copies[id(parameter), dtype] = copy
-            self._wires.add(copy)
+        copy = self._copy_of(parameter, dtype)
         copy.generation = self._wires.generation
         return copy.view
 

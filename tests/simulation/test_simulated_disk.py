@@ -109,6 +109,7 @@ def test_fetches_from_the_disk_take_its_time(mode, precision, slower):
     assert found.stats.disk_fetched_bytes == (2 * LAYERS - 2) * WIDTH**2 * width
     assert plan.copies == (LAYERS * WIDTH**2 * 2 if precision == "bf16" else 0)
     read = (found.stats.disk_fetched_bytes + found.stats.disk_read_bytes) / machine.disk_read
+    assert found.timeline.busy(Lane.DISK_READ) == pytest.approx(read, rel=0.05), "of fetches and updates, each once"
     assert found.seconds >= max(read, found.stats.disk_written_bytes / machine.disk_write) * (0.95 if slower == 100 else 0)
 
 

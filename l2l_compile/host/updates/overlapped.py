@@ -57,7 +57,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         self._stored = StoredParameters(options, self.optimizer) if options.disk is not None else None
         self._step = _step_of(options, wires, threads, memory, self._stored)
         if self._stored is not None and not options.delay:
-            self.stored_copies = StoredCopies(self._stored.store_of_copies, wires, self._stored.has_copy)
+            self.stored_copies = StoredCopies(self._stored.empty_copy, wires, self._stored.has_copy)
         self.ledger = GradientLedger(options.update, options.accumulate, memory, WeakHook(self._another_optimizer_has_them))
         self._groups = Groups(self.optimizer)
         self._eager, self._watch = EagerGradients(), ParameterWatch(self)
