@@ -90,10 +90,13 @@ def fill(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def write_entries(target: torch.Tensor, start: int, source: torch.Tensor) -> None:
-    """Write a tensor into a flat tensor that is stored from entry `start` on, in the dtype of that, behind writes that are under way.
+    """Write a tensor into a flat tensor from entry `start` on, in the dtype of that. One that is stored, behind writes that are under way.
 
-    The bytes begin on a page, and end on one or with the stored tensor. Raises `DiskError`.
+    There, the bytes begin on a page, and end on one or with the stored tensor. Raises `DiskError`.
     """
+    if range_of(target) is None:
+        target[start : start + source.numel()] = source.detach().reshape(-1)
+        return
     found, first, _, before = pages_around(target)
     flat, width = source.detach().reshape(-1), target.element_size()
     begin = first + start * width

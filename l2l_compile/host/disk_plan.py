@@ -159,7 +159,7 @@ def _in_pieces(options: Options) -> frozenset[torch.nn.Parameter]:
     assert optimizer is not None
     with nothing_else_changes(optimizer):
         is_compiled = options.compile_update and why_not_compiled(optimizer) is None
-        return taken_in_pieces(optimizer) if is_compiled else frozenset()
+    return taken_in_pieces(optimizer) if is_compiled else frozenset()
 
 
 def copies_on_link(entries: int, options: Options) -> int:

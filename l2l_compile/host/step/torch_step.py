@@ -96,9 +96,9 @@ def step_on(
 ) -> Hyperparameters:
     """Run the class's own `step` on the parameters in `gradients` alone, with the hyperparameters in `shared`.
 
-    The step is on the tensors that `brought` has in the place of (this rank's shards of) parameters and tensors in their state. Parameters and their
-    entries in `optimizer.state` change as in the optimizer's own step; `param_groups`, named entries of the state, hooks and
-    `p.grad` do not. Returns the hyperparameters after the step: some optimizers count steps there.
+    The step is on the tensors that `brought` has in the place of parameters and of tensors in their state, of this rank's shards where
+    they are sharded. Parameters and their entries in `optimizer.state` change as in the optimizer's own step; `param_groups`, named
+    entries of the state, hooks and `p.grad` do not. Returns the hyperparameters after the step: some optimizers count steps there.
     """
     chosen = [[p for p in group["params"] if p in gradients] for group in optimizer.param_groups]
     brought = brought or {}
