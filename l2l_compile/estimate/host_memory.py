@@ -139,7 +139,7 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
         parameters=sum(_entries(programs).values()),
         master=sum(map(_master_bytes, parameters.values())) - (plan.masters if plan is not None else 0) - beside_plan,
         wire=sum(wire.size for wire in sent.wires) - (plan.copies if plan is not None else 0),
-        gradients=kept,
+        gradients=kept + (plan.late_gradients if plan is not None else 0),
         ring=ring,
         optimizer_state=state - plan.states if plan is not None and state is not None else state,
         pinned=_pinned(sent, options, plan.copies if plan is not None else 0),

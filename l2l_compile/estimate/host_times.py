@@ -119,6 +119,7 @@ class HostTimes:
         self._updated: set[Owner] = set()
         self._copies: defaultdict[Owner, list[torch.dtype]] = defaultdict(list)  # of a parameter on wires, the latest one first
         self._done: dict[Owner, SimulatedEvent] = {}
+        self._later: list[list[Owner]] = []  # whose updates are late, in the order of backward
         self._in_flight: deque[list[SimulatedEvent]] = deque()
         self._of_step = OfStep()
         self._ring = _Ring(clocks)
@@ -127,12 +128,14 @@ class HostTimes:
 
     def begin_forward(self) -> None:
         self._stale = set(self._wires.values())
-        if self.options.mode.place is UpdatePlace.AFTER_PUSH:
+        if self.options.mode.place is UpdatePlace.AFTER_PUSH and not self._has_late:
             self.clocks.thread.wait(self.worker.event())
 
     def begin_backward(self, pushed: Iterable[Sequence[HostWeight]]) -> None:
         self._of_step.pushes = Counter(weight.owner for weights in pushed for weight in weights)
         if self._disk is not None and self.options.mode.place is UpdatePlace.AFTER_PUSH:
+            if self._has_late:
+                self.clocks.thread.wait(self.worker.event())
             self._disk.begin()
 
     def end_backward(self) -> None:
@@ -150,8 +153,10 @@ class HostTimes:
                 self.clocks.spend(self.optimizer.own_step())
         elif self.options.mode.place is UpdatePlace.AFTER_PUSH:
             self.clocks.thread.wait(self.worker.event())
-            self._finish_writes()
+            if not self._has_late:
+                self._finish_writes()
             self.links.meet(self.clocks)
+            self._go_on_in_forward(self._of_step)
         else:
             for thread in (self.worker, self.updating):
                 self.clocks.thread.wait(thread.event())
@@ -159,6 +164,19 @@ class HostTimes:
             self._done.clear()
             self._end_step(self._of_step)
         self._of_step = OfStep()
+
+    @property
+    def _has_late(self) -> bool:
+        """Whether some updates go on in the next forward, in a mode that updates in backward."""
+        return self._disk is not None and self._disk.has_late
+
+    def _go_on_in_forward(self, of_step: OfStep) -> None:
+        """The updates that are late, in the order of the next forward."""
+        self._done.clear()
+        while self._later:
+            mine = self._later.pop()
+            done = self._submit(self.worker, lambda mine=mine: self._update(of_step, mine))  # type: ignore[misc]
+            self._done |= dict.fromkeys(mine, done)
 
     def _finish_writes(self) -> None:
         if self._disk is not None:
@@ -409,6 +427,10 @@ class HostTimes:
             return
         of_step = self._of_step
         mine = [w.owner for w in weights if of_step.pushes[w.owner] == 0]
+        late = [owner for owner in mine if self._has_late and self._is_late(of_step.arrived[owner].weight)]
+        if late:
+            self._later.append(late)
+            mine = [owner for owner in mine if owner not in late]
         done = self._submit(self.worker, lambda: self._update(of_step, mine))
         if self._in_flight:
             self._in_flight[-1].append(done)
@@ -435,6 +457,9 @@ class HostTimes:
             self._updated.add(owner)
         if self._disk is not None:
             self._disk.update((size, moved / self.machine.host_bandwidth) for size, moved in through_disk)
+
+    def _is_late(self, weight: HostWeight) -> bool:
+        return self._disk is not None and self._disk.is_late(weight)
 
     def _by_own_step(self, weight: HostWeight) -> None:
         """The optimizer's own step on a parameter."""
@@ -474,13 +499,18 @@ class DiskTimes:
 
     def __init__(self, clocks: Clocks, plan: DiskPlan, options: Options):
         self.ring = DiskRing(clocks, plan.buffer, fetched=fetched_beside_updates(plan, options))
-        self._left: defaultdict[int, deque[OnDisk]] = defaultdict(deque)  # by the bytes of a master
+        self._left: defaultdict[int, deque[tuple[OnDisk, bool]]] = defaultdict(
+            deque
+        )  # by the bytes of a master; whether it is late
+        self.has_late = bool(plan.late)
         placed = plan.placement
-        for size, master, state, copy in zip(plan.sizes, placed.masters, placed.states, placed.copies, strict=True):
-            self._left[size.master].append(OnDisk(size.master * master, size.state * state, size.copy * copy))
+        for p, size, master, state, copy in zip(
+            plan.parameters, plan.sizes, placed.masters, placed.states, placed.copies, strict=True
+        ):
+            self._left[size.master].append((OnDisk(size.master * master, size.state * state, size.copy * copy), p in plan.late))
         large = sum(size.master for size in plan.sizes if size.leaves) or 1
         self._share = plan.masters / large, plan.states / large, plan.copies / large
-        self._of: dict[Owner, OnDisk] = {}
+        self._of: dict[Owner, tuple[OnDisk, bool]] = {}
 
     def begin(self) -> None:
         self.ring.begin()
@@ -494,8 +524,12 @@ class DiskTimes:
             return OnDisk(*(int(size * share) for share in self._share))
         if weight.owner not in self._of:
             left = self._left[size]
-            self._of[weight.owner] = left.popleft() if left else _NOTHING
-        return self._of[weight.owner]
+            self._of[weight.owner] = left.popleft() if left else (_NOTHING, False)
+        return self._of[weight.owner][0]
+
+    def is_late(self, weight: HostWeight) -> bool:
+        """Whether a weight is updated in the next forward. A part of a parameter is not."""
+        return self.of(weight) is not _NOTHING and weight.owner in self._of and self._of[weight.owner][1]
 
     def update(self, tensors: Iterable[tuple[int, float]]) -> None:
         """Updates of parameters on disk, by their bytes there and their seconds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_LATE = 0.3  # part of the updates through the disk: about what forward takes of a step, a quarter if backward computes it again
 SMALL = 1 << 20  # bytes: smaller tensors stay in memory, as they are most of the transfers and hardly any of the bytes
 
 
@@ -60,6 +61,37 @@ def place_on_disk(sizes: Sequence[TensorSizes], budget: int, *, only_copies: boo
         placed.append(tuple(a or b for a, b in zip(goes, there, strict=True)))
     states, masters, copies = placed
     return DiskPlacement(masters, states, total - in_memory, in_memory, copies)
+
+
+def room_for_late(placed: DiskPlacement, sizes: Sequence[TensorSizes], gradients: Sequence[int], room: int) -> int:
+    """The bytes, of `room`, for gradients whose updates wait for the next forward: as many as `late` wants and masters and state give way to."""
+    wanted = sum(gradients[i] for i in late(placed, sizes, gradients, room))
+    least = sum(each.copy for each in sizes)
+    least += sum((not each.leaves and not each.master_is_there) * each.master for each in sizes)
+    least += sum((not each.leaves and not each.state_is_there) * each.state for each in sizes)
+    return max(0, min(wanted, room - least))
+
+
+def late(placed: DiskPlacement, sizes: Sequence[TensorSizes], gradients: Sequence[int], room: int) -> list[int]:
+    """Positions of the parameters whose updates wait for the next forward, with gradients of at most `room` bytes; `gradients` has those of each.
+
+    Evenly over the model, from its end: what the next forward reads last can wait longest. None if copies are on disk as well, of which one
+    in memory saves more of the disk's work.
+    """
+    chosen: list[int] = []
+    passed = taken = used = 0
+    for i, size in reversed(list(enumerate(_on_disk(placed, sizes)))):
+        passed += size
+        if taken < _LATE * passed and size and used + gradients[i] <= room:
+            chosen.append(i)
+            taken, used = taken + size, used + gradients[i]
+    return chosen if not any(placed.copies) else []
+
+
+def _on_disk(placed: DiskPlacement, sizes: Sequence[TensorSizes]) -> list[int]:
+    """Bytes on disk of the master and the state of each parameter."""
+    places = zip(sizes, placed.masters, placed.states, strict=True)
+    return [size.master * master + size.state * state for size, master, state in places]
 
 
 def _spread(sizes: Sequence[int], excess: int) -> tuple[bool, ...]:

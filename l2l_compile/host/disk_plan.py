@@ -13,7 +13,7 @@ from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import DiskStore, is_on_disk, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
-from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, place_on_disk
+from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, late, place_on_disk, room_for_late
 from l2l_compile.host.resumable_run import run_of
 from l2l_compile.host.step.in_pieces import PIECE, taken_in_pieces
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -24,6 +24,7 @@ from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 from l2l_compile.ranks.sharded import is_sharded, local
 from l2l_compile.units import format_bytes
+from l2l_compile.update_modes import UpdatePlace
 
 BUFFERS = 8  # of the ring: some are read, one is updated, some are written
 _LARGEST_BUFFER, _SMALLEST_BUFFER = 64 << 20, 1 << 20  # bytes
@@ -44,6 +45,8 @@ class DiskPlan:
     masters, states, copies   of each, on disk
     places       that masters and states have in the file
     in_pieces    the parameters whose first step is taken in pieces
+    late         those that are updated in the next forward, though others are updated in backward: the disk would be idle there
+    late_gradients  bytes of their gradients, which wait in memory
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -57,6 +60,8 @@ class DiskPlan:
     copies: int = 0
     places: int = 1
     in_pieces: frozenset[torch.nn.Parameter] = frozenset()
+    late: frozenset[torch.nn.Parameter] = frozenset()
+    late_gradients: int = 0
 
     @property
     def ring(self) -> int:
@@ -65,7 +70,7 @@ class DiskPlan:
     @property
     def host(self) -> int:
         """Bytes in memory."""
-        return self.placement.in_memory + self.beside + self.ring
+        return self.placement.in_memory + self.beside + self.late_gradients + self.ring
 
     @property
     def to_come(self) -> int:
@@ -121,11 +126,32 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     in_pieces = _in_pieces(options)
     at_once = at_once_in_update(own, in_pieces, each)
     beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards
-    placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer, only_copies=options.resumable)
+    room = budget - beside - BUFFERS * buffer
+    placed = place_on_disk(sizes, room, only_copies=options.resumable)
+    are_late: list[int] = []
+    gradients = [s.numel() * gradient_that_waits(options) for s in shards]
+    if options.mode.place is UpdatePlace.AFTER_PUSH and ranks_among(own) is None:
+        for_late = room_for_late(placed, sizes, gradients, room)
+        placed = place_on_disk(sizes, room - for_late, only_copies=options.resumable)
+        are_late = late(placed, sizes, gradients, for_late)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places, in_pieces)
+    return DiskPlan(
+        tuple(own),
+        tuple(sizes),
+        placed,
+        budget,
+        beside,
+        buffer,
+        masters,
+        states,
+        stored,
+        places,
+        in_pieces,
+        frozenset(own[i] for i in are_late),
+        sum(gradients[i] for i in are_late),
+    )
 
 
 def _check_part_is_known(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -174,12 +200,21 @@ def bytes_on_link(options: Options) -> int:
 
 def gradients_at_once(entries: int, largest: int, options: Options) -> int:
     """Bytes of the gradients that are in host memory together, of so many trained entries; `largest` are those of one segment."""
-    on_link = 2 if options.gradients_on_link in ("bf16", "fp16") else 4
+    on_link = _gradient_on_link(options)
     if options.accumulate != 1:
         return entries * 4
     if options.mode.keeps_gradients:
         return entries * on_link * (2 if options.delay else 1)
     return min(entries, largest * (options.prefetch + 2)) * on_link
+
+
+def gradient_that_waits(options: Options) -> int:
+    """Bytes of an entry of a gradient that waits for the next forward: none if all gradients of the step are kept anyway."""
+    return _gradient_on_link(options) if options.accumulate == 1 else 0
+
+
+def _gradient_on_link(options: Options) -> int:
+    return 2 if options.gradients_on_link in ("bf16", "fp16") else 4
 
 
 def _there(options: Options) -> Callable[[torch.Tensor], bool]:

@@ -74,6 +74,11 @@ class StoredParameters:
         assert self._ring is not None, "parameters are placed before the first update"
         return self._ring
 
+    @property
+    def late(self) -> frozenset[Parameter]:
+        """The parameters that are updated in the next forward, though others are updated in backward (any thread)."""
+        return self.plan.late if self.plan is not None else frozenset()
+
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
     def has_copy(self, parameter: torch.Tensor) -> bool:
@@ -127,7 +132,7 @@ class StoredParameters:
 
     def figures(self) -> DiskFigures:
         """Of the updates that were made last: those of the step before, where updates run during the next forward."""
-        is_later = self._options.mode.place is UpdatePlace.BEFORE_FETCH
+        is_later = self._options.mode.place is UpdatePlace.BEFORE_FETCH or self.late
         return self._last if is_later else self._moved().since(self._before)
 
     def finish_writes(self) -> None:

@@ -170,6 +170,11 @@ class SimulatedStore:
         assert self._ring is not None, "a forward comes before the first update"
         return self._ring
 
+    @property
+    def late(self) -> frozenset[Parameter]:
+        """As `StoredParameters.late`."""
+        return self.plan.late if self.plan is not None else frozenset()
+
     def misplaced(self, parameters: Iterable[Parameter]) -> Sequence[Parameter]:
         """Decide, in the first forward. Raises `L2LError` if the budget is too small, `OptionError` for weights that are read in forward."""
         if self.plan is None:

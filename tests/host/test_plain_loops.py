@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import l2l_compile
 from l2l_compile import L2LError
+from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.session import session_of
 from models import Stack, compiled, rows
 
@@ -405,14 +406,14 @@ def test_updates_begun_while_another_thread_waits_are_waited_for(monkeypatch):
     both.step(X).sum().backward()
     both.optimizer.step()
     updates = session_of(both.step).server.updates
-    parameter, drain, later = next(both.model.parameters()), type(updates).__mro__[1]._drain, []
+    parameter, drain, later = next(both.model.parameters()), OverlappedUpdates._drain, []
 
     def drained_while_a_step_ends(self):
         drain(self)
         later.append(self._updating.submit(lambda: None))
         self._tickets[parameter] = later[0]
 
-    monkeypatch.setattr(type(updates).__mro__[1], "_drain", drained_while_a_step_ends)
+    monkeypatch.setattr(OverlappedUpdates, "_drain", drained_while_a_step_ends)
     updates._drain()
     assert updates._tickets == {parameter: later[0]}
 

@@ -22,6 +22,7 @@ ELSEWHERE = {
     "host.updates.overlapped.OverlappedUpdates._step_on_zeros: self.synchronize()": "tests/host/test_plain_loops.py",
     "host.updates.overlapped.OverlappedUpdates.await_commit: self.synchronize()": "tests/host/test_resumable.py",
     "host.updates.other_models.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
+    "host.updates.in_backward.UpdatesInBackward._await_updates: self._drain()": "tests/host/test_late_updates.py",
     "host.updates.interface.Updates.next_scale: self.synchronize()": "tests/ranks/test_one_forward_one_back.py",
     "host.updates.without_flush.UpdatesWithoutFlush._look_behind: collected.wait()": "tests/ranks/test_without_flush.py",
     "host.updates.without_flush.UpdatesWithoutFlush._drain: super()._drain()": "tests/ranks/test_without_flush.py",
@@ -33,7 +34,8 @@ NO_RACE = {
     "runtime.runner.Runner._meanwhile: self.engine.device.synchronize()": "raises what failed on a lane",
     "host.server.ParameterServer.collect: self._in_flight.popleft().last.wait()": "bounds the memory of gradients",
     "host.updates.overlapped.OverlappedUpdates.place: self.synchronize()": "a parameter that is replaced has waited by then",
-    "host.updates.in_forward.UpdatesInForward.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
+    "host.updates.in_backward.UpdatesInBackward._watch_writes: self._drain()": "what comes behind it reads ahead for this step alone",
+    "host.updates.put_off.PutOffUpdates.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }
 
 

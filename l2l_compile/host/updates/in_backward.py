@@ -1,7 +1,11 @@
-"""`update="in_backward"`: a parameter is updated as soon as its last gradient of the step is on the host."""
+"""`update="in_backward"`: a parameter is updated as soon as its last gradient of the step is on the host.
+
+With a disk, the updates of some parameters are put off to the next forward, where the disk would be idle (`DiskPlan.late`).
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +18,12 @@ from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import running_steps
 from l2l_compile.host.step.sharded_state import counts_here, ranks_among, summed_over
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
+from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.norms import norm_of, sum_of_squares
 from l2l_compile.host.updates.other_models import updates_of_others
-from l2l_compile.host.updates.overlapped import OverlappedUpdates
-from l2l_compile.host.watched_parameters import is_read_by, is_within_compiled_code
+from l2l_compile.host.updates.put_off import PutOffUpdates
+from l2l_compile.host.watched_parameters import is_read_by, is_within_compiled_code, unwatched
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
@@ -28,7 +33,7 @@ from l2l_compile.ranks.sharded import local
 from l2l_compile.runtime.stats import Stats
 
 
-class UpdatesInBackward(OverlappedUpdates):
+class UpdatesInBackward(PutOffUpdates):
     """Updates a parameter in the backward that closes its last pending use, in the last round of a step."""
 
     wants_norms = True
@@ -40,6 +45,10 @@ class UpdatesInBackward(OverlappedUpdates):
         self._squares = 0.0  # of the gradients of this step that were applied
         self._compiled_code_has_run = False  # in this step, behind its first update
         self._squares_of: dict[Parameter, float | None] = {}  # of a gradient that came in one piece; None if it came in several
+        self._waiting: list[
+            tuple[Hyperparameters, dict[Parameter, torch.Tensor]]
+        ] = []  # of late updates, in the order of backward
+        self._guard: DeferredWriteGuard | None = None  # of parameters whose updates are late, in the step that has begun
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
@@ -48,7 +57,8 @@ class UpdatesInBackward(OverlappedUpdates):
         stats.gradient_squares = None if self._norm is None else self._norm * self._norm
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
-        self.synchronize()
+        if not self._late:
+            self.synchronize()
         return super().begin_forward(parameters, to_train)
 
     def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
@@ -56,6 +66,7 @@ class UpdatesInBackward(OverlappedUpdates):
         if pending is not None:
             pending.groups = hyperparameters(self.optimizer)
             if pending.last:
+                self._watch_writes()
                 self._begin_updates()
                 for other in updates_of_others(self):
                     other.ledger.change(pending.settled)
@@ -81,6 +92,7 @@ class UpdatesInBackward(OverlappedUpdates):
         super().forget(pending)
         self._squares, self._compiled_code_has_run = 0.0, False
         self._squares_of.clear()
+        self._waiting, self._guard = [], None
 
     def load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """End a step whose updates have begun: the checkpoint is about to replace them."""
@@ -105,6 +117,35 @@ class UpdatesInBackward(OverlappedUpdates):
         self.worker.accesses.write(self._place)
         (squares,) = summed_over(self.ranks, ActionKind.STEP, (self._squares,))
         self._norm, self._squares = math.sqrt(squares), 0.0
+        self._go_on_in_forward()
+
+    @property
+    def _late(self) -> frozenset[Parameter]:
+        """The parameters whose updates are put off to the next forward."""
+        return self._stored.late if self._stored is not None else frozenset()
+
+    def _watch_writes(self) -> None:
+        """From here to the updates that are late, no code of the user writes these parameters: the disk may read them ahead."""
+        if self._late and self._guard is None:
+            self._drain()  # a forward that did not read them has not waited for their last updates
+            self._guard = DeferredWriteGuard(self.optimizer, self._late)
+
+    def _await_updates(self) -> None:
+        """Of the updates in forward, the disk has read the first ones ahead: only what the caller reads waits for writes."""
+        if not self._late:
+            super()._await_updates()
+            return
+        self._drain()
+        self._groups.commit()
+
+    def _go_on_in_forward(self) -> None:
+        """Queue the updates that are late. What came last in backward is what the next forward reads first."""
+        waiting, self._waiting = self._waiting, []
+        watched, self._guard = self._guard, None
+        guard = watched or DeferredWriteGuard(self.optimizer, self._late)  # none was made for a step on gradients of zeros
+        while waiting:
+            groups, gradients = waiting.pop()
+            self._put_off(gradients, functools.partial(self._update_late, guard, gradients, groups))
 
     def _check_gradients_from_outside(self) -> None:
         outside = [p for p in self.managed if p.grad is not None]
@@ -125,14 +166,16 @@ class UpdatesInBackward(OverlappedUpdates):
 
     def before_reading(self) -> None:
         """Between backward and `optimizer.step()`, eager has the weights from before the step."""
-        self._say_that_updates_are_early()
+        if self.has_begun_to_update():
+            self._say_that_updates_are_early()
         super().before_reading()
 
     def before_compiled_code(self) -> None:
         """The code may be a compiled `optimizer.step()`: a warning waits until something else shows that it is not."""
-        if self._compiled_code_has_run:
-            self._say_that_updates_are_early()
-        self._compiled_code_has_run = True
+        if self.has_begun_to_update():
+            if self._compiled_code_has_run:
+                self._say_that_updates_are_early()
+            self._compiled_code_has_run = True
         super().before_reading()
 
     def _say_that_updates_are_early(self) -> None:
@@ -142,7 +185,10 @@ class UpdatesInBackward(OverlappedUpdates):
         )
 
     def _being_updated(self) -> Iterable[Parameter]:
-        return self.ledger.trained if self.ledger.in_a_last_round and not self._said else ()
+        early = self.ledger.trained if self.ledger.in_a_last_round and not self._said else ()
+        if self._stored is None or not self._late:
+            return early
+        return [*early, *super()._being_updated(), *self._stored.being_written(self.managed)]
 
     def _read_in_step(self, parameter: Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
         if is_read_by("zero_grad", "_apply"):
@@ -190,4 +236,15 @@ class UpdatesInBackward(OverlappedUpdates):
                 "update='in_forward' looks at all gradients first and skips such a step"
             )
         self._squares += squares
-        self._step_layer(gradients, 1.0, groups)
+        late = {p: g for p, g in gradients.items() if p in self._late}
+        if late:
+            self._waiting.append((groups, late))
+        self._step_layer({p: g for p, g in gradients.items() if p not in late}, 1.0, groups)
+
+    def _update_late(
+        self, guard: DeferredWriteGuard, gradients: Mapping[Parameter, torch.Tensor], groups: Hyperparameters
+    ) -> None:
+        """Update parameters in forward. Raises `L2LError` if any code has written into one of them since their backward."""
+        with unwatched():
+            guard.check(gradients)
+            self._step_layer(gradients, 1.0, groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward,
 from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.updates.norms import norm_of, total_norm
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
+from l2l_compile.host.updates.put_off import PutOffUpdates
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.host.wire import Wires, written_values
 from l2l_compile.host.worker import Ticket, Worker
@@ -65,22 +65,19 @@ class StepFigures:
         stats.skipped_steps = self.skipped
 
 
-class UpdatesInForward(OverlappedUpdates):
+class UpdatesInForward(PutOffUpdates):
     """Puts the updates of a step off to the next forward, which waits for a segment's updates before it fetches the segment."""
 
     wants_norms = True
 
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         super().__init__(options, worker, wires, threads, memory)
-        self._updating = worker  # the thread for updates that are put off
         self._memory, self._max_norm_of_all = memory, options.max_grad_norm
         self._max_norm = self._max_norm_of_all  # of this step
         self.scale = LossScale().keep_with(self.optimizer) if options.precision == "fp16" else None
         self._norm: float | None = None  # of the last step
         self._skipped = 0
         self._order: dict[Parameter, int] = {}  # of the model's parameters, in which norms are summed
-        self._tickets: dict[Parameter, Ticket] = {}
-        self._tickets_change = threading.RLock()
         self._looked: Ticket | None = None  # done when the last step's gradients have been looked at
         self._place_of_norm = Place("the norm of a step")
         self._read: set[Parameter] = set()  # whose gradients of this step are in `p.grad`, since the caller has read them there
@@ -105,12 +102,6 @@ class UpdatesInForward(OverlappedUpdates):
     def _figures(self) -> StepFigures:
         return StepFigures(self._norm, self._skipped)
 
-    def wait(self, parameters: Iterable[Parameter]) -> None:
-        for parameter in parameters:
-            if (ticket := self._tickets.get(parameter)) is not None:
-                ticket.wait()
-        super().wait(parameters)
-
     def clip(self, max_norm: float) -> None:
         self._max_norm = max_norm
 
@@ -126,29 +117,10 @@ class UpdatesInForward(OverlappedUpdates):
             torch.nn.utils.clip_grad_norm_(outside, self._max_norm)
             self._max_norm = self._max_norm_of_all
 
-    def _drain(self) -> None:
-        waited_for = set(self._tickets.values())
-        super()._drain()
-        with self._tickets_change:  # another thread may have called, and a step may have given new ones meanwhile
-            for parameter in [p for p, ticket in self._tickets.items() if ticket in waited_for]:
-                del self._tickets[parameter]
-
     def forget(self, pending: PendingBackward | None = None) -> None:
         super().forget(pending)
-        with self._tickets_change:
-            self._tickets.clear()
         self._read.clear()
         self._outside.clear()
-
-    def is_at_work(self) -> bool:
-        return super().is_at_work() or self._updating.is_here
-
-    def _being_updated(self) -> Iterable[Parameter]:
-        with self._tickets_change:
-            tickets = dict(self._tickets)
-        done = {ticket: ticket.look() for ticket in set(tickets.values())}
-        written = self._stored.being_written(tickets) if self._stored is not None else ()
-        return [*(p for p, ticket in tickets.items() if not done[ticket]), *written]
 
     def hand_over(self) -> None:
         if self.ledger.has_begun and not self.is_clipped_by_the_loop:
@@ -218,9 +190,7 @@ class UpdatesInForward(OverlappedUpdates):
                 written_values(parameter)
         while segments:  # each is held by its update alone, and freed with it
             mine = segments.pop(0)
-            ticket = self._updating.submit(functools.partial(self._update, step, mine))
-            with self._tickets_change:
-                self._tickets.update(dict.fromkeys(mine, ticket))
+            self._put_off(mine, functools.partial(self._update, step, mine))
 
     def _step_of(self, groups: Hyperparameters, parameters: Iterable[Parameter]) -> DeferredStep:
         """A step of these parameters, which ends now."""

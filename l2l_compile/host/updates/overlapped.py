@@ -247,7 +247,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         if self.ledger.has_begun:
             check_one_model_steps(self)
             self._groups.forget_own_steps()
-            self.synchronize()
+            self._await_updates()
             groups = self._groups.begin_own_step()
             self.worker.accesses.write(self._place)
             self._take_back()
@@ -266,6 +266,10 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         groups = self._groups.begin_own_step(is_undone=bool(zeros))
         if zeros:
             self._step_on_zeros(groups, zeros)
+
+    def _await_updates(self) -> None:
+        """`optimizer.step()` is called: wait for the updates before it."""
+        self.synchronize()
 
     def end_own_step(self) -> None:
         self._groups.end_own_step()

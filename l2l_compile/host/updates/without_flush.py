@@ -144,9 +144,7 @@ class UpdatesWithoutFlush(DelayedUpdates):
         self._begin_updates()
         collected = self.worker.submit(lambda: None)
         self._looked = self._updating.submit(functools.partial(self._look_behind, collected, coming))
-        ticket = self._updating.submit(functools.partial(self._update_all, coming))
-        with self._tickets_change:
-            self._tickets.update(dict.fromkeys(coming.parameters, ticket))
+        self._put_off(coming.parameters, functools.partial(self._update_all, coming))
 
     # ---- called on the lane of updates -------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ def host_curve(programs: Sequence[Program], memory: HostMemory, options: Options
     fixed = [memory.master, memory.optimizer_state or 0, memory.wire - memory.shared]
     pushes = [bytes_ for _, _, _, bytes_ in _pushes(programs)]
     pushed, to_come = sum(pushes) or 1, len(pushes)
-    waiting = memory.gradients if options.mode.keeps_gradients else 0  # gradients of the step before
+    late = memory.disk.late_gradients if memory.disk is not None else 0
+    waiting = memory.gradients if options.mode.keeps_gradients else late  # gradients of the step before
     arrived = stashes = on_their_way = 0
     fetched: set[int] = set()
     curve.add(0.0, [*fixed, waiting, 0])

@@ -1,0 +1,215 @@
+"""`update="in_backward"` with a disk: some updates go on in the next forward, where the disk would be idle, with the same bits."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import l2l_compile
+from l2l_compile import L2LError
+from l2l_compile.host.updates.in_backward import UpdatesInBackward
+from l2l_compile.session import session_of
+from slow_disk import Faults, slow_disk
+from stored_training import LAYERS, OPTIMIZERS, SLOW, WIDTH, Training, same, training, training_of
+
+MATRIX = WIDTH * WIDTH * 4
+ROOM = 200_000 + MATRIX  # for the gradients of one of the three matrices
+
+
+def late(optimizer: str = "adamw", **options) -> Training:
+    return training(optimizer, update="in_backward", spare=ROOM, **options)
+
+
+def names(made: Training) -> list[str]:
+    return [name for name, p in made.model.named_parameters() if p in made.stored.late]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [o if o == "adamw" else pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS])
+def test_late_updates_change_no_bit(optimizer, precision, tmp_path):
+    expected = training(optimizer, update="in_backward", precision=precision)
+    expected.step(5)
+    for rate in (SLOW, None):
+        with slow_disk(Faults(rate=rate)):
+            made = late(optimizer, precision=precision, disk=tmp_path)
+            made.step(5)
+            assert names(made) == [f"{LAYERS}.0.weight"], "the last matrix of the model, one of three"
+            assert same(expected.tensors(), made.tensors()), f"at {rate} bytes a second"
+
+
+def test_the_step_returns_while_late_updates_are_to_come(tmp_path):
+    """The caller then reads parameters: it waits for them."""
+    expected = training(update="in_backward")
+    expected.step(2)
+    made = late(disk=tmp_path)
+    made.step()
+    updates, gate = session_of(made.call).server.updates, threading.Event()
+    update = updates._update_late
+    updates._update_late = lambda *given: (gate.wait(20), update(*given))
+    made.step()
+    assert not updates._tickets[next(iter(made.stored.late))].look()
+    gate.set()
+    wanted = dict(expected.model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no word of reading too early, behind the step
+        assert all(torch.equal(p.detach() + 0.0, wanted[name]) for name, p in made.model.named_parameters())
+
+
+def test_a_step_waits_for_all_gradients_that_are_late(tmp_path, monkeypatch):
+    """Its updates of backward are slow: the last of them has put its gradients aside before any is queued."""
+    made = late(disk=tmp_path)
+    made.step(2)
+    updates, apply = session_of(made.call).server.updates, UpdatesInBackward._apply
+
+    def slow(self, *given):
+        threading.Event().wait(0.1)
+        apply(self, *given)
+
+    monkeypatch.setattr(UpdatesInBackward, "_apply", slow)
+    made.backward()
+    made.optimizer.step()
+    assert set(updates._tickets) == made.stored.late
+
+
+def test_a_step_reads_each_byte_once(tmp_path):
+    """What was read ahead at the end of backward is there in forward. Beside it, samples show whether other code has written."""
+    made = late(disk=tmp_path)
+    made.step(3)
+    made.tensors()
+    before = made.stored.store.read_bytes, made.stored.store.written_bytes
+    made.step(2)
+    made.tensors()
+    moved = made.stored.store.read_bytes - before[0], made.stored.store.written_bytes - before[1]
+    assert moved[1] == 2 * LAYERS * 3 * MATRIX
+    assert moved[1] <= moved[0] <= moved[1] + 2 * 2 * 8 * 4096
+    assert l2l_compile.stats(made.call).disk_written_bytes == LAYERS * 3 * MATRIX
+
+
+@pytest.mark.parametrize("when", ["behind backward", "behind the step"])
+def test_a_write_past_pytorch_is_refused(when, tmp_path):
+    """Eager has the write in the step, or on its result. Here the disk has read the parameter ahead."""
+    made = late(disk=tmp_path)
+    made.step(2)
+    (parameter,) = made.stored.late
+    entries = parameter.data.numpy()
+    updates, gate = session_of(made.call).server.updates, threading.Event()
+    update = updates._update_late
+    updates._update_late = lambda *given: (gate.wait(20), update(*given))
+    made.backward()
+    if when == "behind the step":
+        made.optimizer.step()
+    entries *= 0.5
+    if when == "behind backward":
+        made.optimizer.step()
+    gate.set()
+    with pytest.raises(L2LError, match="was written while its update was still to come"):
+        l2l_compile.synchronize(made.call)
+
+
+def test_recorded_writes_wait_for_late_updates(tmp_path):
+    """As `in_backward` without a disk: behind the step, a write changes what the step has left."""
+    found = []
+    for disk in (None, tmp_path):
+        with slow_disk(Faults(rate=SLOW)):
+            made = training(update="in_backward") if disk is None else late(disk=disk)
+            for _ in range(3):
+                made.step()
+                with torch.no_grad():
+                    for p in made.model.parameters():
+                        p.mul_(0.999)
+            found.append(made.tensors())
+    assert same(*found)
+
+
+def test_a_gradient_that_is_not_finite_is_told_in_backward(tmp_path):
+    """Also one whose update is late: its layer is as it was."""
+    made = late(disk=tmp_path)
+    made.step()
+    (parameter,) = made.stored.late
+    before = parameter.detach().clone()
+    with pytest.raises(L2LError, match="is not finite"):
+        (made.call(torch.ones(6, 5)) * torch.inf).sum().backward()
+        made.optimizer.step()
+    assert torch.equal(parameter, before)
+
+
+def test_a_checkpoint_drops_gradients_that_wait(tmp_path):
+    made = late(disk=tmp_path)
+    made.step(2)
+    model = {name: value.clone() for name, value in made.model.state_dict().items()}
+    state = made.optimizer.state_dict()
+    kept = {i: {k: v.clone() for k, v in of.items()} for i, of in state["state"].items()}
+    wanted = made.tensors()
+    made.backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the read, which is early
+        made.optimizer.load_state_dict({"state": kept, "param_groups": state["param_groups"]})
+        made.model.load_state_dict(model)
+    assert same(wanted, made.tensors())
+    number, made.number = made.number, made.number - 1
+    made.step()
+    again = training(update="in_backward")
+    again.step(3)
+    assert number == 3 and same(again.tensors(), made.tensors())
+
+
+def test_rounds_keep_gradients_without_more_memory(tmp_path):
+    """With `accumulate`, all gradients are kept until the last round: the late ones take no room of their own."""
+    found = []
+    for disk in (None, tmp_path):
+        with slow_disk(Faults(rate=SLOW)):
+            options = {"accumulate": 2, "update": "in_backward"}
+            made = training(**options) if disk is None else training(disk=disk, **options)
+            for _ in range(3):
+                made.backward()
+                made.step()
+            if disk is not None:
+                assert len(names(made)) == 1 and made.stored.plan.late_gradients == 0
+            found.append(made.tensors())
+    assert same(*found)
+
+
+class TwoWays(nn.Module):
+    """Two branches, of which each forward takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, WIDTH)
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        x = self.first(x)
+        for branch in self.branches[2 * way : 2 * way + 2]:
+            x = torch.tanh(branch(x))
+        return self.last(x)
+
+
+def test_a_late_update_that_no_forward_reads_is_made(tmp_path):
+    found = []
+    for disk in (None, tmp_path):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        with slow_disk(Faults(rate=SLOW)):
+            made = training_of(TwoWays(), "adamw", disk, spare=ROOM, update="in_backward")
+            for number in range(6):
+                x = torch.randn(6, 5, generator=torch.Generator().manual_seed(number))
+                made.call(x, number // 2 % 2).pow(2).mean().backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+            if disk is not None:
+                assert names(made) == ["branches.3.weight"]
+            found.append(made.tensors())
+    assert same(*found)
+
+
+def test_explain_counts_gradients_that_wait(tmp_path):
+    made = late(disk=tmp_path)
+    report = l2l_compile.explain(made.call)(torch.ones(6, 5))
+    made.step()
+    assert report.host_memory.disk.late_gradients == made.stored.plan.late_gradients == MATRIX
+    assert report.host_memory.gradients == MATRIX
