@@ -304,7 +304,7 @@ CASES = [
         {
             "host.updates.put_off.PutOffUpdates.wait: ticket.wait()": "host",
             "host.server.ParameterServer.await_updates: self.updates.wait(owners)": "host",
-            "host.updates.overlapped.OverlappedUpdates._await_updates: self.synchronize()": "host",
+            "host.updates.overlapped.OverlappedUpdates._await_updates: self._drain()": "host",
             "host.server.ParameterServer.synchronize: self.updates.synchronize()": "host",
             "host.updates.overlapped.OverlappedUpdates.synchronize: self._drain()": "host",
             "host.updates.overlapped.OverlappedUpdates._drain: self.worker.drain(self.forget)": "host",

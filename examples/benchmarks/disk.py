@@ -77,7 +77,9 @@ class Training:
             asked = Options.build({**options, "disk": disk, "host_memory": "1TB"})
             plan = disk_plan(asked, largest=max(sum(p.numel() for p in layer.parameters()) for layer in self.model.model.layers))
             small = sum(size.master + size.state for size in plan.sizes if not size.leaves)
-            least = plan.beside + small + sum(size.copy for size in plan.sizes)
+            copies = sum(size.copy for size in plan.sizes)
+            waiting = copies // 3 if given["update"] == "in_backward" else 0  # gradients of updates that go on in forward
+            least = plan.beside + small + copies + waiting
             options |= {"disk": disk, "host_memory": max(least + RING, least * 8 // 7 + 2**20)}
         self.compiled = torch.compile(self.model, backend="l2l", options=options)
 

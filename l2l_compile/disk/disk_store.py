@@ -35,11 +35,13 @@ class StoredRange:
 
     start, size  in bytes, whole pages: `start` of the place in the file
     writes       transfers into the range that are under way, with the bytes that they write: from, to
+    sources      what each of them writes from: spans, and the buffer that they are in
     """
 
     def __init__(self, store: DiskStore, start: int, size: int):
         self.store, self.start, self.size = store, start, size
         self.writes: dict[Transfer, tuple[int, int]] = {}
+        self.sources: dict[Transfer, tuple[Sequence[StoredSpan], torch.Tensor]] = {}
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
         self._address = 0
 
@@ -77,6 +79,17 @@ class StoredRange:
             if first < end and start < last:
                 transfer.wait()
         self.store.check()
+
+    def bytes_in_flight(self, start: int, size: int) -> torch.Tensor | None:
+        """A copy of bytes, from `start` on, that a write under way brings to the disk; None if no write brings all of them (any thread)."""
+        for transfer, (spans, buffer) in self.sources.copy().items():
+            for span in spans:
+                if span.range is self and span.start <= start and start + size <= span.start + whole_pages(span.size):
+                    at = span.at + start - span.start
+                    found = buffer[at : at + size].clone()
+                    if transfer in self.sources:  # the buffer is used again behind the end of the write
+                        return found
+        return None
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,7 @@ class DiskStore:
             for span in spans:
                 first, last = span.range.writes.get(transfer, (span.start, span.start))
                 span.range.writes[transfer] = min(first, span.start), max(last, span.start + span.size)
+                span.range.sources[transfer] = spans, buffer
 
         def done(transfer: Transfer) -> None:
             try:
@@ -231,6 +245,7 @@ class DiskStore:
                 transfer.error = error
             self._note(transfer, spans)
             for span in spans:
+                span.range.sources.pop(transfer, None)
                 span.range.writes.pop(transfer, None)
             then(transfer)
 

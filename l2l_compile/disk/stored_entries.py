@@ -154,11 +154,13 @@ def _run(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     if range_of(part) is None:
         return part
     found, first, last, before = pages_around(part)
-    found.await_writes(first, last)
-    buffer = pages(last - first, "a sample of a parameter on disk")
-    at = 0
-    for place, size in found.pieces(first, last - first):
-        found.store.file.read(memory_at(buffer, at, size), place)
-        at += size
-    found.store.count_read(last - first)
+    buffer = found.bytes_in_flight(first, last - first)
+    if buffer is None:
+        found.await_writes(first, last)
+        buffer = pages(last - first, "a sample of a parameter on disk")
+        at = 0
+        for place, size in found.pieces(first, last - first):
+            found.store.file.read(memory_at(buffer, at, size), place)
+            at += size
+        found.store.count_read(last - first)
     return buffer[before : before + part.nbytes].view(part.dtype)

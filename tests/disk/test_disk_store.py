@@ -53,6 +53,25 @@ def test_a_mapping_sees_writes_and_a_read_sees_the_mapping(store):
     assert torch.equal(buffer[: tensor.nbytes].view(torch.float32), 2 * given)
 
 
+def test_a_sample_of_what_is_being_written_waits_for_no_disk(tmp_path):
+    """It is taken from the buffer: bits are those that the disk will have, and no byte is read."""
+    faults = Faults()
+    with slow_disk(faults):
+        store = DiskStore(str(tmp_path))
+    tensor = moved_to_disk(store, torch.zeros(ENTRIES))
+    (span,), size = whole_spans([tensor])
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    buffer.view(torch.float32).copy_(torch.arange(ENTRIES))
+    faults.rate, before = 2e7, store.read_bytes
+    store.write([span], buffer)
+    start = time.perf_counter()
+    positions, (found,) = sample([tensor], 0)
+    assert time.perf_counter() - start < 0.4 and store.read_bytes == before, "the write takes 0.8 s"
+    assert range_of(tensor).writes and torch.equal(found, positions.float())
+    await_writes(tensor)
+    assert not range_of(tensor).sources and torch.equal(sample([tensor], 0)[1][0], found)
+
+
 def test_tensors_are_saved_as_their_entries_alone(store):
     tensors = [moved_to_disk(store, torch.randn(3000)) for _ in range(3)]
     file = io.BytesIO()

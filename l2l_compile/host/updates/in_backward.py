@@ -131,12 +131,10 @@ class UpdatesInBackward(PutOffUpdates):
             self._guard = DeferredWriteGuard(self.optimizer, self._late)
 
     def _await_updates(self) -> None:
-        """Of the updates in forward, the disk has read the first ones ahead: only what the caller reads waits for writes."""
+        """Without late updates, nothing is under way behind the step: no reader has to be watched for."""
+        super()._await_updates()
         if not self._late:
-            super()._await_updates()
-            return
-        self._drain()
-        self._groups.commit()
+            self._finish_writes()
 
     def _go_on_in_forward(self) -> None:
         """Queue the updates that are late. What came last in backward is what the next forward reads first."""

@@ -268,8 +268,9 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
             self._step_on_zeros(groups, zeros)
 
     def _await_updates(self) -> None:
-        """`optimizer.step()` is called: wait for the updates before it."""
-        self.synchronize()
+        """`optimizer.step()` is called: wait for the updates before it. The disk goes on: who reads parameters waits for their writes."""
+        self._drain()
+        self._groups.commit()
 
     def end_own_step(self) -> None:
         self._groups.end_own_step()
