@@ -129,22 +129,22 @@ def read_entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
     return read
 
 
-def sample(tensors: Sequence[torch.Tensor], generation: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A few runs of entries, evenly spread, others in every generation: positions in the flat tensors, and the entries of each of these.
+def sample(tensors: Sequence[torch.Tensor], generation: int, runs: int = _SAMPLED) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A few runs of entries, about as many as `runs`, evenly spread, others in every generation: positions in the flat tensors, and the entries of each of these.
 
     All tensors have as many entries; some may be in memory. Raises `DiskError`.
     """
     run = PAGE // min(t.element_size() for t in tensors)
     count = tensors[0].numel() // run
-    stride = max(1, count // _SAMPLED)
+    stride = max(1, count // runs)
     begins = [number * run for number in range(generation % stride, count, stride)]
     positions = (torch.tensor(begins, dtype=torch.int64)[:, None] + torch.arange(run)).view(-1)
     return positions, [torch.cat([torch.empty(0, dtype=t.dtype), *(_run(t, begin, run) for begin in begins)]) for t in tensors]
 
 
-def some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:
+def some_entries(tensor: torch.Tensor, generation: int, runs: int = _SAMPLED) -> torch.Tensor:
     """The entries of `sample` of one tensor."""
-    return sample([tensor], generation)[1][0]
+    return sample([tensor], generation, runs)[1][0]
 
 
 def _run(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:

@@ -51,9 +51,9 @@ class DeferredWriteGuard:
 
 
 def _some_entries(parameter: Parameter) -> torch.Tensor:
-    """The bytes of some entries, an odd number apart: from many rows and columns. Of a parameter on disk, a few pages."""
+    """The bytes of some entries, an odd number apart: from many rows and columns. Of a parameter on disk, its first page: each takes a read."""
     if range_of(local(parameter)) is not None:
-        return some_entries(local(parameter), 0).view(torch.uint8)
+        return some_entries(local(parameter), 0, runs=1).view(torch.uint8)
     entries = local(parameter).detach().reshape(-1)
     stride = entries.numel() // _ENTRIES | 1
     return entries[::stride].clone().view(torch.uint8)
