@@ -295,7 +295,10 @@ CASES = [
     Case(
         "in_backward",
         a_forward_before_the_step,
-        {"host.updates.in_backward.UpdatesInBackward.begin_forward: self.synchronize()": "host"},
+        {
+            "host.updates.in_backward.UpdatesInBackward.begin_forward: self.synchronize()": "host",
+            "host.updates.in_backward.UpdatesInBackward.synchronize: super().synchronize()": "host",
+        },
         options=in_("backward"),
     ),
     Case(

@@ -130,7 +130,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     placed = place_on_disk(sizes, room, only_copies=options.resumable)
     are_late: list[int] = []
     gradients = [s.numel() * gradient_that_waits(options) for s in shards]
-    if options.mode.place is UpdatePlace.AFTER_PUSH and ranks_among(own) is None:
+    if options.mode.place is UpdatePlace.AFTER_PUSH:
         for_late = room_for_late(placed, sizes, gradients, room)
         placed = place_on_disk(sizes, room - for_late, only_copies=options.resumable)
         are_late = late(placed, sizes, gradients, for_late)

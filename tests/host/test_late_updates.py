@@ -28,6 +28,17 @@ def names(made: Training) -> list[str]:
     return [name for name, p in made.model.named_parameters() if p in made.stored.late]
 
 
+def slow_updates(monkeypatch) -> None:
+    """Updates in backward lag behind."""
+    apply = UpdatesInBackward._apply
+
+    def slow(self, *given):
+        threading.Event().wait(0.1)
+        apply(self, *given)
+
+    monkeypatch.setattr(UpdatesInBackward, "_apply", slow)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", [o if o == "adamw" else pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS])
 def test_late_updates_change_no_bit(optimizer, precision, tmp_path):
@@ -63,13 +74,8 @@ def test_a_step_waits_for_all_gradients_that_are_late(tmp_path, monkeypatch):
     """Its updates of backward are slow: the last of them has put its gradients aside before any is queued."""
     made = late(disk=tmp_path)
     made.step(2)
-    updates, apply = session_of(made.call).server.updates, UpdatesInBackward._apply
-
-    def slow(self, *given):
-        threading.Event().wait(0.1)
-        apply(self, *given)
-
-    monkeypatch.setattr(UpdatesInBackward, "_apply", slow)
+    updates = session_of(made.call).server.updates
+    slow_updates(monkeypatch)
     made.backward()
     made.optimizer.step()
     assert set(updates._tickets) == made.stored.late
@@ -108,6 +114,26 @@ def test_a_write_past_pytorch_is_refused(when, tmp_path):
     gate.set()
     with pytest.raises(L2LError, match="was written while its update was still to come"):
         l2l_compile.synchronize(made.call)
+
+
+@pytest.mark.parametrize("look", ["evaluation", "reading"])
+def test_a_look_before_the_step_sees_all_updates(look, tmp_path, monkeypatch):
+    """As without a disk, where they are made in backward: never the updates of some layers alone."""
+    slow_updates(monkeypatch)
+    found = []
+    for disk in (None, tmp_path):
+        with slow_disk(Faults(rate=SLOW)):
+            made = training(update="in_backward") if disk is None else late(disk=disk)
+            made.step(2)
+            made.backward()
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the read, which is early
+                seen = [made.call(torch.ones(6, 5))] if look == "evaluation" else [p + 0.0 for p in made.model.parameters()]
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+            made.step()
+            found.append([*seen, *made.tensors()])
+    assert same(*found)
 
 
 def test_recorded_writes_wait_for_late_updates(tmp_path):

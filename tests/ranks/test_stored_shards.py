@@ -75,6 +75,23 @@ def test_bits_of_shards_are_those_without_disk(ranks, optimizer, mode, precision
     ranks.run(equal_bits, "shards", name, (None, SLOW), str(tmp_path), options, world=2)
 
 
+def equal_bits_with_late_updates(rank, world, kind, folder):
+    expected = training("adamw", mesh=mesh_of(kind, world), update="in_backward")
+    expected.step(5)
+    for rate in (None, SLOW):
+        with slow_disk(Faults(rate=rate)):
+            made = training("adamw", disk=folder, spare=200_000 + MATRIX, mesh=mesh_of(kind, world), update="in_backward")
+            made.step(5)
+            assert len(made.stored.late) == 1
+            assert same(expected.tensors(), made.tensors())
+
+
+@pytest.mark.parametrize("kind", ["shards", pytest.param("replicas", marks=pytest.mark.slow)])
+def test_late_updates_of_shards_change_no_bit(ranks, kind, tmp_path):
+    """Those that go on in the next forward, where the disk would be idle."""
+    ranks.run(equal_bits_with_late_updates, kind, str(tmp_path), world=2 if kind == "shards" else 4)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["shards", "replicas"])
 @pytest.mark.slow(but="replicas-delayed")

@@ -73,6 +73,22 @@ def test_bits_of_sharded_stages_are_those_without_disk(ranks, width, kind, tmp_p
     ranks.run(equal_bits, "adamw", kind, str(tmp_path), {"width": width, "precision": "bf16"}, world=4)
 
 
+def equal_bits_with_late_updates(rank, world, folder):
+    expected = staged("adamw", world, None, "in_backward")
+    expected.step(5)
+    for rate in (None, SLOW):
+        with slow_disk(Faults(rate=rate)):
+            made = staged("adamw", world, folder, "in_backward", spare=200_000 + MATRIX)
+            made.step(5)
+            assert same(expected.tensors(), made.tensors())
+    return len(made.stored.late)
+
+
+def test_late_updates_of_stages_change_no_bit(ranks, tmp_path):
+    """Those that go on in the next forward, where the disk would be idle: one matrix of each stage."""
+    assert ranks.run(equal_bits_with_late_updates, str(tmp_path), world=2) == [1, 1]
+
+
 def moves_the_bytes_of_its_plan(rank, world, kind, folder):
     made = staged("adamw", world, folder, kind)
     made.step(5)

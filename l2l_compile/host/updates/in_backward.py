@@ -57,9 +57,16 @@ class UpdatesInBackward(PutOffUpdates):
         stats.gradient_squares = None if self._norm is None else self._norm * self._norm
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
-        if not self._late:
+        if not self._late or self.has_begun_to_update():
             self.synchronize()
         return super().begin_forward(parameters, to_train)
+
+    def synchronize(self) -> None:
+        """Between backward and `optimizer.step()`, updates that wait for the next forward are made as well: all or none are seen."""
+        if self._late:
+            self._drain()
+            self._go_on_in_forward()
+        super().synchronize()
 
     def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
         super().begin_backward(pending, pushes)
