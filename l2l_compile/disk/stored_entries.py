@@ -130,7 +130,7 @@ def read_entries(flat: torch.Tensor, entries: slice) -> torch.Tensor:
 
 
 def sample(tensors: Sequence[torch.Tensor], generation: int, runs: int = _SAMPLED) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A few runs of entries, about as many as `runs`, evenly spread, others in every generation: positions in the flat tensors, and the entries of each of these.
+    """About `runs` runs of entries, evenly spread, others in every generation: positions in the flat tensors, and the entries there of each.
 
     All tensors have as many entries; some may be in memory. Raises `DiskError`.
     """

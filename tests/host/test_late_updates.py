@@ -28,6 +28,13 @@ def names(made: Training) -> list[str]:
     return [name for name, p in made.model.named_parameters() if p in made.stored.late]
 
 
+def deep() -> nn.Module:
+    """Eight matrices, of which three are updated late."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)]
+    return nn.Sequential(nn.Linear(5, WIDTH), *layers, nn.Linear(WIDTH, 3))
+
+
 def slow_updates(monkeypatch) -> None:
     """Updates in backward lag behind."""
     apply = UpdatesInBackward._apply
@@ -123,8 +130,10 @@ def test_a_look_before_the_step_sees_all_updates(look, tmp_path, monkeypatch):
     found = []
     for disk in (None, tmp_path):
         with slow_disk(Faults(rate=SLOW)):
-            made = training(update="in_backward") if disk is None else late(disk=disk)
+            made = training(model=deep(), disk=disk, spare=400_000 + 3 * MATRIX, update="in_backward")
             made.step(2)
+            if disk is not None:
+                assert names(made) == ["2.0.weight", "5.0.weight", "8.0.weight"]
             made.backward()
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the read, which is early
