@@ -85,10 +85,10 @@ class VersionedRange(StoredRange):
     def newest(self) -> int:
         return self.places[0]
 
-    @property
-    def place(self) -> Place:
+    def place_since(self, before: int | None) -> Place:
+        """Where the tensor is, with the place of its values of a step before, if these are others."""
         with self._guard:
-            return Place(self.newest, self.size, None if self.before == self.newest else self.before)
+            return Place(self.newest, self.size, None if before == self.newest else before)
 
     @property
     def needed(self) -> int:
@@ -100,7 +100,7 @@ class VersionedRange(StoredRange):
     @property
     def to_keep(self) -> int:
         """How many more places a version takes that is made of its newest values."""
-        named = self.place.named
+        named = self.place_since(self.before).named
         return sum(not self.store.is_of_a_version(start) for start in named)
 
     # ---- transfers -----------------------------------------------------------------------------------------------------

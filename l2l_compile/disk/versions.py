@@ -126,9 +126,6 @@ class VersionedStore(StoreWithPlaces):
 
     # ---- tensors -------------------------------------------------------------------------------------------------------
 
-    def reserve(self, size: int, remedy: str = "") -> None:
-        super().reserve(2 * size, remedy)
-
     def again(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The tensor at a place of the manifest where this process begins. Reads nothing of it."""
         with self.guard:
@@ -197,6 +194,7 @@ class VersionedStore(StoreWithPlaces):
             self._free_what_is_loose({start for each in ranges for start in each.places})
             space, used = list(self._space.items()), self._used
         pending = self._writers.under_way
+        before = [each.before for each in ranges]  # the next step may begin before the places are known
 
         def commit() -> None:
             for transfer in pending:
@@ -204,7 +202,7 @@ class VersionedStore(StoreWithPlaces):
             self.check()
             for each in ranges:
                 each.check_whole()
-            places = [each.place for each in ranges]
+            places = [each.place_since(start) for each, start in zip(ranges, before, strict=True)]
             self.file.sync()
             manifest = {
                 "id": self._id.hex(),

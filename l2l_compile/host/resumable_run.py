@@ -48,12 +48,11 @@ class ResumableRun:
     resumed  where it continues
     steps    complete steps so far
     is_over  whether a step is over that was not committed
-    earlier  with `delay=1`, the weights that the first step reads, as far as they are not the newest ones
     """
 
     def __init__(self, folder: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, version: str | None = None):
         self.folder, self.store = folder, VersionedStore(folder, version)
-        self.earlier: Earlier = {}
+        self._earlier: Earlier = {}
         self._optimizer, self._model = weakref.ref(optimizer), weakref.ref(model) if model is not None else None
         self._names = _names_in(optimizer, model)
         self._trained: set[Parameter] = set()  # up to now
@@ -63,7 +62,7 @@ class ResumableRun:
         if contents is not None:
             where = folder if version is None else f"version {version!r} in {folder}"
             check_fits(where, contents, optimizer, self._names, buffers)
-            self.earlier = put_back(self.store, contents, optimizer, buffers)
+            self._earlier = put_back(self.store, contents, optimizer, buffers)
             entries = zip(contents["parameters"], parameters_of(optimizer), strict=True)
             self._trained = {p for entry, p in entries if entry["value"][1] is not None}
         self.resumed = Resumed() if contents is None else Resumed(contents["steps"], contents["extra"])
@@ -110,11 +109,39 @@ class ResumableRun:
         add_counts(contents)
         self.store.begin_commit(contents.ranges, contents.at)
 
-    # ---- parameters on disk ------------------------------------------------------------------------------------------
+    # ---- weights of a step before (`delay=1`) ------------------------------------------------------------------------
+
+    def take_earlier(self) -> Earlier:
+        """The weights that the first step reads, as far as they are not the newest ones."""
+        taken, self._earlier = self._earlier, {}
+        return taken
+
+    def reserve_before(self) -> None:
+        """Give each parameter on disk a place for its weights of a step before. Raises `DiskError` on a full disk."""
+        for place in self.masters().values():
+            place.reserve_before()
+
+    def keep_before(self) -> None:
+        """The updates of a step begin: the next step reads the weights as they are now, and the commit of this one keeps them."""
+        for place in self.masters().values():
+            place.keep_before()
+
+    def drop_before(self, is_ahead: Callable[[Parameter], bool]) -> None:
+        """The next step reads the newest weights of the parameters that are not ahead."""
+        for parameter, place in self.masters().items():
+            if not is_ahead(parameter):
+                place.drop_before()
+
+    def end_before(self) -> None:
+        """The run goes on without `delay`: it keeps no weights of a step before."""
+        self._earlier = {}
+        for place in self.masters().values():
+            place.end_before()
 
     def masters(self) -> dict[Parameter, VersionedRange]:
         """The places of the parameters on disk, frozen or not."""
-        found = {p: range_of(p) for p in parameters_of(self.optimizer)}
+        with unwatched():
+            found = {p: range_of(p) for p in parameters_of(self.optimizer)}
         return {p: each for p, each in found.items() if isinstance(each, VersionedRange) and each.store is self.store}
 
     # ---- what belongs to the run -------------------------------------------------------------------------------------
