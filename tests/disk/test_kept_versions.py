@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import struct
 
 import pytest
 import torch
 from test_versions import ENTRIES, commit, read, write
 
 from l2l_compile import DiskError
-from l2l_compile.disk import manifest
+from l2l_compile.disk import manifest, written_pages
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.disk.manifest import names_of_versions, read_manifest
@@ -101,6 +102,17 @@ def test_nothing_is_written_where_the_user_has_not(folder):
     assert not tensor.sum()
     store.carry_writes()
     assert store.written_bytes == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_own"),
+    [((), False), ((61,), False), ((63, 61), False), ((63, 61, 56), False), ((63,), True), ((63, 55), True), ((62,), True)],
+)
+def test_pages_that_the_kernel_gives_a_process_are_found(flags, is_own, monkeypatch):
+    """Present (63) and not of a file (61), or swapped (62): the last of a few pages."""
+    entries = [1 << 63 | 1 << 61, 0, sum(1 << flag for flag in flags)]
+    monkeypatch.setattr(written_pages.os, "pread", lambda *_: struct.pack("<3Q", *entries))
+    assert written_pages.is_written(16 * PAGE, 3 * PAGE) == is_own
 
 
 def test_the_space_of_a_dropped_version_is_used_again(folder):

@@ -180,6 +180,46 @@ def test_weights_that_are_written_behind_a_version_leave_it(update, tmp_path):
     assert same(behind_each_step(2, update=update)[1], tensors_in(folder, "a"))
 
 
+@pytest.mark.parametrize("update", MODES)
+def test_state_that_is_written_within_the_next_step_is_updated(update, tmp_path):
+    """Behind its forward, and before its backward."""
+
+    def loop(made):
+        made.step(2)
+        l2l_compile.synchronize(made.call)
+        if made.stored.run is not None:
+            l2l_compile.commit(made.call, keep="a")
+        loss = made.call(torch.ones(6, 5)).pow(2).mean()
+        for state in made.optimizer.state.values():
+            state["exp_avg"].mul_(3.0)
+        loss.backward()
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+        made.step()
+        return made
+
+    wanted = loop(training("adamw", update=update, disk=tmp_path)).tensors()
+    (folder := tmp_path / "run").mkdir()
+    assert same(wanted, loop(begun(folder, update=update)).tensors())
+    assert same(behind_each_step(2, update=update)[1], tensors_in(folder, "a"))
+
+
+def test_a_frozen_weight_that_is_written_is_committed(tmp_path):
+    """No update writes it, so its place is that of the version until then."""
+    made = begun(tmp_path)
+    made.step(2)
+    l2l_compile.commit(made.call, keep="a")
+    kept = made.tensors()
+    weight = made.model[1][0].weight.requires_grad_(False)
+    torch._dynamo.reset()
+    made.step()
+    l2l_compile.synchronize(made.call)
+    with torch.no_grad():
+        weight.mul_(2.0)
+    l2l_compile.commit(made.call, wait=True)
+    assert same(made.tensors(), tensors_in(tmp_path)) and same(kept, tensors_in(tmp_path, "a"))
+
+
 def test_an_ordinary_checkpoint_is_saved_from_a_version(tmp_path):
     """`torch.save` of what `resume` gives, and then of the last step. A run without disk continues from it."""
     options = {"update": "in_forward", "precision": "bf16"}

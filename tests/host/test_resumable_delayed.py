@@ -154,7 +154,7 @@ def test_a_frozen_layer_has_no_weights_of_a_step_before(tmp_path):
 def test_a_run_continues_with_a_delay_and_without(tmp_path):
     """Each way the first step reads the newest weights, as the first step of a training does."""
     plain = None
-    for delay, steps in (0, 2), (1, 4), (0, 7):
+    for delay, steps in (0, 2), (1, 4), (0, 7), (1, 9):
         before, plain = plain, training("adamw", update="in_forward", delay=delay)
         if before is not None:
             plain.model.load_state_dict(before.model.state_dict())
