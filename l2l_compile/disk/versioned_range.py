@@ -29,7 +29,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredPlace:
     """Where a manifest finds a tensor: `size` bytes from byte `start` of the file on.
 
     before  where they were a step before, for a tensor whose values of that time are kept as well; None if they are the same
@@ -85,10 +85,10 @@ class VersionedRange(StoredRange):
     def newest(self) -> int:
         return self.places[0]
 
-    def place_since(self, before: int | None) -> Place:
+    def place_since(self, before: int | None) -> StoredPlace:
         """Where the tensor is, with the place of its values of a step before, if these are others."""
         with self._guard:
-            return Place(self.newest, self.size, None if before == self.newest else before)
+            return StoredPlace(self.newest, self.size, None if before == self.newest else before)
 
     @property
     def needed(self) -> int:
@@ -185,7 +185,7 @@ class VersionedRange(StoredRange):
         self.reserve_before()
         self.before = self.newest
 
-    def go_on(self, place: Place) -> None:
+    def go_on(self, place: StoredPlace) -> None:
         """Keep what a manifest keeps of a tensor."""
         if place.before is not None:
             self.places.append(place.before)

@@ -27,7 +27,7 @@ from l2l_compile.disk.disk_store import BLOCK, StoredRange, StoredSpan
 from l2l_compile.disk.disk_threads import DiskThreads, Transfer
 from l2l_compile.disk.folder_lock import FolderLock
 from l2l_compile.disk.manifest import names_of_versions, path_of_manifest, read_manifest, remove_manifest, write_manifest
-from l2l_compile.disk.versioned_range import Place, StoreWithPlaces, VersionedRange, addresses, show
+from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange, addresses, show
 from l2l_compile.disk.written_pages import is_written
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import members, taken
@@ -110,9 +110,9 @@ class VersionedStore(StoreWithPlaces):
             else:
                 self._free[size].append(start)
         for place in begin["places"]:
-            self._begin_at(Place(*place))
+            self._begin_at(StoredPlace(*place))
 
-    def _begin_at(self, place: Place) -> None:
+    def _begin_at(self, place: StoredPlace) -> None:
         """Own the places of a tensor where this process begins, and those that its next steps need."""
         found = VersionedRange(self, [place.start], place.size)
         found.go_on(place)
@@ -126,12 +126,12 @@ class VersionedStore(StoreWithPlaces):
 
     # ---- tensors -------------------------------------------------------------------------------------------------------
 
-    def again(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def again(self, place: StoredPlace, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The tensor at a place of the manifest where this process begins. Reads nothing of it."""
         with self.guard:
             return self._held(shape, dtype, self._found.pop(place.start))
 
-    def before(self, place: Place, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    def before(self, place: StoredPlace, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """The values that a tensor had a step before, as far as a manifest keeps them: valid until the next step is over."""
         if place.before is None:
             return None
@@ -184,7 +184,7 @@ class VersionedStore(StoreWithPlaces):
 
         return wait
 
-    def begin_commit(self, ranges: Sequence[VersionedRange], contents: Callable[[list[Place]], Any]) -> None:
+    def begin_commit(self, ranges: Sequence[VersionedRange], contents: Callable[[list[StoredPlace]], Any]) -> None:
         """Commit a step whose writes were all given, and none of the next step. `ranges` are its tensors; `contents` gets their places.
 
         A disk thread does it. If it fails, `check` raises the error, and no later write begins.
@@ -306,7 +306,7 @@ class VersionedStore(StoreWithPlaces):
 
 
 def _named_by(manifest: dict[str, Any]) -> frozenset[int]:
-    return frozenset(start for place in manifest["places"] for start in Place(*place).named)
+    return frozenset(start for place in manifest["places"] for start in StoredPlace(*place).named)
 
 
 def _page(content: bytes) -> memoryview:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from l2l_compile.disk.disk_store import range_of
-from l2l_compile.disk.versioned_range import Place, VersionedRange
+from l2l_compile.disk.versioned_range import StoredPlace, VersionedRange
 from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.errors import L2LError
 from l2l_compile.host.step.groups import put
@@ -129,7 +129,7 @@ class Contents:
         self.ranges.append(found)
         return _Stored(len(self.ranges) - 1, value.shape, value.dtype)
 
-    def at(self, places: Sequence[Place]) -> dict[str, Any]:
+    def at(self, places: Sequence[StoredPlace]) -> dict[str, Any]:
         """The plain values, with the places of the ranges."""
         return {
             "steps": self._loop.steps,
@@ -153,7 +153,7 @@ class Contents:
         }
 
 
-def _placed(value: Any, places: Sequence[Place]) -> tuple:
+def _placed(value: Any, places: Sequence[StoredPlace]) -> tuple:
     """("at", where in the file, shape, dtype) or ("is", value)."""
     if not isinstance(value, _Stored):
         return "is", value
@@ -230,7 +230,7 @@ def _value_of(store: VersionedStore, entry: Sequence[Any]) -> Any:
     if entry[0] == "is":
         return entry[1]
     _, place, shape, dtype = entry
-    return store.again(Place(*place), torch.Size(shape), dtype)
+    return store.again(StoredPlace(*place), torch.Size(shape), dtype)
 
 
 def _before(store: VersionedStore, entry: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -238,7 +238,7 @@ def _before(store: VersionedStore, entry: Mapping[str, Any]) -> list[torch.Tenso
     if entry["value"][0] == "is":
         return list(entry["before"])
     _, place, shape, dtype = entry["value"]
-    found = store.before(Place(*place), torch.Size(shape), dtype)
+    found = store.before(StoredPlace(*place), torch.Size(shape), dtype)
     return [] if found is None else [found]
 
 

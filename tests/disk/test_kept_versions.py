@@ -17,7 +17,7 @@ from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.disk.manifest import names_of_versions, read_manifest
 from l2l_compile.disk.stored_entries import moved_to_disk
-from l2l_compile.disk.versioned_range import Place
+from l2l_compile.disk.versioned_range import StoredPlace
 from l2l_compile.disk.versions import DATA, VersionedStore
 from l2l_compile.memory.finalizers import members
 from slow_disk import Faults, slow_disk
@@ -160,7 +160,7 @@ def test_a_process_goes_on_from_any_version(version, folder):
     del store, tensor
     store = VersionedStore(folder, version)
     (place,) = store.manifest["places"]
-    tensor = store.again(Place(*place), torch.Size([ENTRIES]), torch.float32)
+    tensor = store.again(StoredPlace(*place), torch.Size([ENTRIES]), torch.float32)
     assert bool((tensor == {"one": 1.0, "three": 3.0, None: 4.0}[version]).all())
     for value in (10.0, 11.0, 12.0):
         write(store, tensor, value)
@@ -326,7 +326,7 @@ class Walk:
         self.tensors, self.store = [], None
         self.store = VersionedStore(self.folder, version)
         for place in self.store.manifest["places"]:
-            self.tensors.append(self.store.again(Place(*place), torch.Size([place[1] // 4]), torch.float32))
+            self.tensors.append(self.store.again(StoredPlace(*place), torch.Size([place[1] // 4]), torch.float32))
         self.values = list(values)
 
     def check(self):

@@ -17,7 +17,7 @@ from l2l_compile.disk import manifest
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import StoredSpan, await_writes, range_of
 from l2l_compile.disk.stored_entries import moved_to_disk, some_entries
-from l2l_compile.disk.versioned_range import Place, VersionedRange
+from l2l_compile.disk.versioned_range import StoredPlace, VersionedRange
 from l2l_compile.disk.versions import DATA, VersionedStore
 from l2l_compile.memory.pages import pages
 from slow_disk import Faults, slow_disk
@@ -50,7 +50,7 @@ def commit(store, *tensors, contents=lambda places: [(p.start, p.size) for p in 
 def committed(folder):
     """The tensors of the last commit, as another process would find them."""
     store = VersionedStore(shutil.copytree(folder, f"{folder}-left"))
-    return [store.again(Place(*place), torch.Size([ENTRIES]), torch.float32).clone() for place in store.contents]
+    return [store.again(StoredPlace(*place), torch.Size([ENTRIES]), torch.float32).clone() for place in store.contents]
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_places_without_a_commit_are_free_in_the_next_process(folder):
     size = store.file.size
     del store, tensor, gone
     store = VersionedStore(folder)
-    (first,) = (store.again(Place(*place), torch.Size([ENTRIES]), torch.float32) for place in store.contents)
+    (first,) = (store.again(StoredPlace(*place), torch.Size([ENTRIES]), torch.float32) for place in store.contents)
     other = moved_to_disk(store, torch.full((ENTRIES,), 5.0))
     assert (
         store.file.size == size

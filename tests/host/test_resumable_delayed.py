@@ -76,6 +76,26 @@ def test_a_delayed_step_writes_its_bytes_once(tmp_path):
     assert (tmp_path / "l2l-store.bin").stat().st_size == size
 
 
+@pytest.mark.parametrize(
+    ("delay", "places"),
+    [(1, "3 places of each parameter and 2 of its state"), (0, "2 places of each parameter and of its state")],
+)
+def test_a_report_counts_the_places_of_a_resumable_run(delay, places, tmp_path):
+    made = training("adamw")
+    options = {
+        "optimizer": made.optimizer,
+        "update": "in_forward",
+        "delay": delay,
+        "disk": tmp_path,
+        "resumable": True,
+        "host_memory": "1GB",
+    }
+    report = " ".join(str(l2l_compile.explain(made.model, options)(torch.ones(6, 5))).split())
+    matrix = 4 * WIDTH**2 / 2**20
+    size = LAYERS * matrix * (3 + 4 if delay else 2 + 4)
+    assert f"{places} (resumable) take {size:.1f} MiB" in report
+
+
 def test_a_kept_step_of_a_delayed_run_continues_with_equal_bits(tmp_path):
     wanted = expected(6, precision="bf16")
     made = begun(tmp_path, precision="bf16")
