@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from l2l_compile.inspection.programs import programs, stats, synchronize
     from l2l_compile.integrations.pipelines import pipeline
     from l2l_compile.integrations.pretrained import load_pretrained
-    from l2l_compile.integrations.resume import commit, resume
+    from l2l_compile.integrations.resume import KeptVersion, commit, drop_version, resume, versions
     from l2l_compile.integrations.saved_folders import save_pretrained
     from l2l_compile.ir.program import Program
     from l2l_compile.ir.schedule import Schedule
@@ -57,6 +57,7 @@ __all__ = [
     "DiskError",
     "IndexRangeError",
     "InputError",
+    "KeptVersion",
     "L2LError",
     "LoweringError",
     "Machine",
@@ -80,6 +81,7 @@ __all__ = [
     "Timeline",
     "VerifyError",
     "commit",
+    "drop_version",
     "explain",
     "load_pretrained",
     "measure_machine",
@@ -93,6 +95,7 @@ __all__ = [
     "simulate",
     "stats",
     "synchronize",
+    "versions",
     "view",
 ]
 __version__ = "0.1.0"
@@ -104,7 +107,7 @@ _MODULES = {
     "inspection.programs": ["programs", "stats", "synchronize"],
     "integrations.pipelines": ["pipeline"],
     "integrations.pretrained": ["load_pretrained"],
-    "integrations.resume": ["commit", "resume"],
+    "integrations.resume": ["KeptVersion", "commit", "drop_version", "resume", "versions"],
     "integrations.saved_folders": ["save_pretrained"],
     "ir.program": ["Program"],
     "ir.schedule": ["Schedule"],

@@ -390,11 +390,6 @@ def _check_disk(settings: dict) -> None:
         if settings.get("resumable"):
             raise OptionError("option 'resumable' keeps the file of the option 'disk': give 'disk' a folder")
         return
-    if settings.get("resumable") and settings.get("delay"):
-        raise OptionError(
-            "option 'resumable' does not go with delay=1: a step begins with gradients at the weights of the step before, which are not on disk. "
-            "Leave one of them out"
-        )
     if not MODES[settings.get("update", "at_step")].is_overlapped:
         raise OptionError(
             "option 'disk' needs update='in_backward' or 'in_forward', and the option 'optimizer': with 'at_step', optimizer.step() touches all "

@@ -7,6 +7,7 @@ printed text, `UPDATE_DOCUMENTS=1 pytest tests/test_documents.py` writes printed
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import itertools
 import os
@@ -379,6 +380,26 @@ def test_the_lines_on_a_kill_continue(shown, tmp_path):
         session.session_of(scope["model"]).server.updates.await_commit()
         folder = shutil.copytree(folder, tmp_path / str(steps))
         assert scope["run"].steps == begins and scheduler.last_epoch == steps
+
+
+@checks("docs/disk.md: Checkpoints without a copy")
+def test_the_lines_on_versions_keep_the_last_three(shown, tmp_path):
+    """And a new process goes on from one of them."""
+    (block,) = shown
+    text = block.text.replace("/nvme/run7", str(tmp_path)).replace("1000", "5").replace("% 100", "% 1")
+
+    def begun(version=None):
+        gc.collect()  # a run that is over leaves the folder
+        model, batches = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"optimizer": optimizer, "update": "in_forward", "disk": tmp_path, "resumable": True}
+        compiled = torch.compile(model, backend="l2l", options=options)
+        scope = {"l2l_compile": l2l_compile, "model": compiled, "optimizer": optimizer, "batches": batches * 3}
+        return {**scope, "run": l2l_compile.resume(compiled, version)}
+
+    run(text, begun())
+    assert [each.extra["step"] for each in l2l_compile.versions(tmp_path).values()] == [2, 3, 4]
+    assert begun("step-4")["run"].steps == 4
 
 
 @checks("docs/disk.md: Several ranks")

@@ -61,12 +61,17 @@ class StoredRange:
     def landed(self, start: int, size: int) -> None:
         """A write of `size` bytes from `start` on is done: they are the newest (a disk thread)."""
 
-    def hold(self, tensor: torch.Tensor, freed: deque[tuple[int, int]]) -> None:
+    @property
+    def own_places(self) -> Sequence[int]:
+        """Where places of `size` bytes begin that are free when the tensor is gone."""
+        return (self.start,)
+
+    def hold(self, tensor: torch.Tensor, freed: deque[tuple[Sequence[int], int]]) -> None:
         """Belong to the storage of a tensor. `freed` gets a note when the storage is gone."""
         storage = tensor.untyped_storage()
         setattr(storage, _STORED, self)
         self._storage, self._address = weakref.ref(storage), storage.data_ptr()
-        weakref.finalize(storage, freed.append, (self.start, self.size)).atexit = False
+        weakref.finalize(storage, freed.append, (self.own_places, self.size)).atexit = False
 
     def is_at(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage still is where it was mapped: `share_memory_()` moves the bytes of a storage to other memory."""
@@ -107,6 +112,7 @@ class DiskStore:
 
     `failed` is called with the error of the first transfer that fails (a disk thread).
 
+    guard                      the lock on what is said of the file
     read_bytes, written_bytes  bytes that transfers have moved so far
     """
 
@@ -117,15 +123,15 @@ class DiskStore:
         self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
         self._used = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size, where ranges of tensors that are gone begin
-        self._freed: deque[tuple[int, int]] = deque()  # noted by finalizers
+        self._freed: deque[tuple[Sequence[int], int]] = deque()  # noted by finalizers: where places begin, and the bytes of one
         self._mappings: list[tuple[int, int, mmap.mmap]] = []  # from, to
-        self._guard = threading.RLock()
+        self.guard = threading.RLock()
         self._failure: str | None = None  # an error would keep its traceback alive, and with it the model
         self.read_bytes = self.written_bytes = 0
 
     def reserve(self, size: int, remedy: str = "") -> None:
         """Allocate `size` bytes beside those that are in use. Raises `DiskError`, with one more remedy, if there is no room."""
-        with self._guard:
+        with self.guard:
             self.file.extend(self._used + size, remedy)
 
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
@@ -134,7 +140,7 @@ class DiskStore:
                 store._fail(_said(transfer.error))
 
     def _fail(self, said: str) -> None:
-        with self._guard:
+        with self.guard:
             is_first, self._failure = self._failure is None, self._failure or said
         if is_first:
             self._failed(DiskError(said))
@@ -147,7 +153,7 @@ class DiskStore:
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the file, with a storage, and so a version counter, of its own. It must have entries. Raises `DiskError`."""
         size = whole_pages(shape.numel() * dtype.itemsize)
-        with self._guard:
+        with self.guard:
             return self._held(shape, dtype, self._range(self._place(size), size))
 
     def _range(self, start: int, size: int) -> StoredRange:
@@ -162,8 +168,8 @@ class DiskStore:
 
     def _place(self, size: int) -> int:
         """Where `size` free bytes begin in the file."""
-        for start, freed in taken(self._freed):
-            self._free[freed].append(start)
+        for starts, freed in taken(self._freed):
+            self._free[freed].extend(starts)
         return self._free[size].pop() if self._free[size] else self._new_place(size)
 
     def _new_place(self, size: int) -> int:
@@ -185,7 +191,7 @@ class DiskStore:
 
     def count_read(self, size: int) -> None:
         """Count bytes that are read (any thread)."""
-        with self._guard:
+        with self.guard:
             self.read_bytes += size
 
     def read(
@@ -249,7 +255,7 @@ class DiskStore:
                 span.range.writes.pop(transfer, None)
             then(transfer)
 
-        with self._guard:
+        with self.guard:
             self.written_bytes += sum(whole_pages(span.size) for span in spans)
         return self._writers.submit(_blocks(spans, block), begin, done)
 

@@ -1,10 +1,11 @@
 """The manifest of a store: what the last complete step consists of. It is replaced as a whole, or not at all.
 
-    l2l-store manifest 1\\n
+    l2l-store manifest 2\\n
     SHA-256 of the rest, in hexadecimal digits\\n
     torch.save of plain values and small tensors, read with `weights_only=True`: no code in it runs
 
-A reader finds the manifest of one step or that of the next, and never parts of both.
+A reader finds the manifest of one step or that of the next, and never parts of both. A version that is kept under a name has a
+manifest of its own, as the last complete step had it: the version is there if, and as long as, this file is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 from typing import Any
 
 import torch
@@ -23,54 +25,86 @@ from l2l_compile.units import format_bytes
 
 _NAME = "l2l-store.manifest"
 _MAGIC = b"l2l-store manifest "
-_FORMAT = b"1"
+_FORMAT = b"2"
+_VERSION = "l2l-store.version."  # followed by the name of a version
+NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")  # of versions: each is a part of a file's name
+UNFINISHED = ".new"
 
 
-def path_of_manifest(folder: str) -> str:
-    return os.path.join(folder, _NAME)
+def path_of_manifest(folder: str, version: str | None = None) -> str:
+    """Of the last complete step, or of a version."""
+    return os.path.join(folder, _NAME if version is None else _VERSION + version)
 
 
-def read_manifest(folder: str) -> dict[str, Any] | None:
-    """The manifest in a folder; None if there is none. Raises `DiskError` for one that is damaged or of another format."""
-    path = path_of_manifest(folder)
+def names_of_versions(folder: str) -> list[str]:
+    """The versions that are kept in a folder. Raises `DiskError`."""
+    try:
+        found = os.listdir(folder)
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror or error} while versions were looked for") from error
+    names = (name.removeprefix(_VERSION) for name in found if name.startswith(_VERSION))
+    return sorted(name for name in names if NAMES.fullmatch(name) and not name.endswith(UNFINISHED))
+
+
+def read_manifest(folder: str, version: str | None = None) -> dict[str, Any] | None:
+    """A manifest in a folder; None if there is none. Raises `DiskError` for one that is damaged or of another format."""
+    path = path_of_manifest(folder, version)
     try:
         with open(path, "rb") as file:
             first, digest, rest = file.readline(), file.readline(), file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DiskError(f"{path}: {error.strerror or error} while the manifest of the last complete step was read") from error
+        raise DiskError(f"{path}: {error.strerror or error} while this manifest was read") from error
     if first.startswith(_MAGIC) and first.endswith(b"\n") and first != _MAGIC + _FORMAT + b"\n":
         raise DiskError(
             f"{path} has format {first[len(_MAGIC) :].strip().decode(errors='replace')!r}, and this version of l2l_compile reads format "
             f"{_FORMAT.decode()!r}: resume with the version that wrote it"
         )
     if first != _MAGIC + _FORMAT + b"\n" or digest.strip() != hashlib.sha256(rest).hexdigest().encode():
-        raise DiskError(
-            f"{path} is damaged, as its checksum shows: put back a copy of it, or remove all files l2l-store.* of this folder to begin anew"
-        )
+        raise DiskError(f"{path} is damaged, as its checksum shows: put back a copy of it, or remove {_lost(version)}")
     found: dict[str, Any] = torch.load(io.BytesIO(rest), weights_only=True)
     return found
 
 
-def write_manifest(folder: str, manifest: dict[str, Any]) -> int:
-    """Replace the manifest in a folder, durably. Returns its bytes. Raises `DiskError`, and the manifest before it still holds."""
+def _lost(version: str | None) -> str:
+    return "all files l2l-store.* of this folder to begin anew" if version is None else "it, which drops the version"
+
+
+def write_manifest(folder: str, manifest: dict[str, Any], version: str | None = None) -> int:
+    """Replace a manifest in a folder, durably. Returns its bytes. Raises `DiskError`, and the manifest before it still holds."""
     buffer = io.BytesIO()
     torch.save(manifest, buffer)
     rest = buffer.getvalue()
     text = _MAGIC + _FORMAT + b"\n" + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
-    path = path_of_manifest(folder)
+    path = path_of_manifest(folder, version)
     try:
-        _write_durably(path + ".new", text)
-        os.replace(path + ".new", path)
+        _write_durably(path + UNFINISHED, text)
+        os.replace(path + UNFINISHED, path)
         _sync_folder(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.unlink(path + ".new")
+            os.unlink(path + UNFINISHED)
+        of, remedy = (
+            ("a step", RESUMES)
+            if version is None
+            else (f"version {version!r}", "The step is committed, and the version is not kept")
+        )
         raise DiskError(
-            f"{path}: {error.strerror or error} while {format_bytes(len(text))} of the manifest of a step were written. {RESUMES}"
+            f"{path}: {error.strerror or error} while {format_bytes(len(text))} of the manifest of {of} were written. {remedy}"
         ) from error
     return len(text)
+
+
+def remove_manifest(folder: str, version: str) -> None:
+    """Remove the manifest of a version, durably: the version is gone when, and only when, this returns or later. Raises `DiskError`."""
+    path = path_of_manifest(folder, version)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        _sync_folder(folder)
+    except OSError as error:
+        raise DiskError(f"{path}: {error.strerror or error} while version {version!r} was dropped") from error
 
 
 def _write_durably(path: str, text: bytes) -> None:

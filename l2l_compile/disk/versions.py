@@ -1,10 +1,12 @@
-"""A store whose last complete step outlives the process: each tensor has two places in a file with a name.
+"""A store whose last complete step outlives the process, and versions before it that are kept under names.
 
-    place in the last manifest      read by whoever resumes; no update writes it
-    the other place                 written by the next update; the tensor is mapped there when all of it has landed
+    places that the last manifest names     read by whoever resumes; no update writes them
+    places that a version names             the same, until the version is dropped
+    other places                            written by the next update
 
 A commit waits for the writes of a step, makes them durable, and writes a manifest with the newest places. Writes of the next step
-wait for it: they go to the places that only the manifest before it names.
+wait for it: they go to places that only the manifest before it names. To keep a version is to write this manifest a second time,
+and to give each tensor a further place.
 """
 
 from __future__ import annotations
@@ -12,200 +14,164 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 import uuid
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from l2l_compile.disk.disk_file import PAGE, PROBED, RESUMES
-from l2l_compile.disk.disk_store import DiskStore, StoredRange
+from l2l_compile.disk.disk_file import PAGE, PROBED
+from l2l_compile.disk.disk_store import BLOCK, StoredRange, StoredSpan
 from l2l_compile.disk.disk_threads import DiskThreads, Transfer
 from l2l_compile.disk.folder_lock import FolderLock
-from l2l_compile.disk.manifest import path_of_manifest, read_manifest, write_manifest
+from l2l_compile.disk.manifest import names_of_versions, path_of_manifest, read_manifest, remove_manifest, write_manifest
+from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange, addresses, show
+from l2l_compile.disk.written_pages import is_written
 from l2l_compile.errors import DiskError
-from l2l_compile.memory.finalizers import taken
+from l2l_compile.memory.finalizers import members, taken
+from l2l_compile.memory.pages import huge_pages
 from l2l_compile.units import format_bytes
 
 DATA = "l2l-store.bin"
-_MAP_FIXED = 0x10
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_DROP = ", or drop a version (l2l_compile.drop_version)"
 
 
-@dataclass(frozen=True)
-class TwoPlaces:
-    """Where a manifest finds a tensor: two places of `size` bytes from byte `start` of the file on; the tensor is in number `newest`."""
+class VersionedStore(StoreWithPlaces):
+    """A file of tensors that has a name, with two places or more for each, and manifests beside it.
 
-    start: int
-    size: int
-    newest: int
-
-
-class VersionedRange(StoredRange):
-    """Two places of one tensor, `size` bytes each, one behind the other.
-
-    newest     the number of the place that the tensor is mapped to
-    committed  the number of the place that the last manifest names; None if it has no place of this tensor
+    manifest  where this process begins: of the last complete step that the process before has left, or of a version; None for a run that
+              begins. `contents` is what was handed to `begin_commit`
     """
 
-    def __init__(self, store: DiskStore, start: int, size: int, newest: int = 0, committed: int | None = None):
-        super().__init__(store, start, size)
-        self.newest, self.committed = newest, committed
-        self._parts: list[tuple[int, int]] = []  # of the other place, from and to, that have landed since the last commit
-        self._guard = threading.RLock()
-
-    @property
-    def place(self) -> TwoPlaces:
-        return TwoPlaces(self.start, self.size, self.newest)
-
-    def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
-        with self._guard:
-            found, at, end = [], start, start + size
-            for first, last in sorted(self._parts):
-                first, last = max(first, at), min(last, end)
-                if first < last:
-                    if at < first:
-                        found.append((self._offset(self.newest) + at, first - at))
-                    found.append((self._offset(1 - self.newest) + first, last - first))
-                    at = last
-            if at < end:
-                found.append((self._offset(self.newest) + at, end - at))
-            return found
-
-    def offset_to_write(self, start: int) -> int:
-        with self._guard:
-            return self._offset(self._target) + start
-
-    def landed(self, start: int, size: int) -> None:
-        with self._guard:
-            if self._target == self.newest:
-                return
-            self._parts.append((start, start + size))
-            if _covered(self._parts) >= self.size:
-                self._parts.clear()
-                self.newest = 1 - self.newest
-                self.show()
-
-    def show(self) -> None:
-        """Map the tensor to its newest place. Its address stays the same. Raises `DiskError`."""
-        if not self.is_alive:
-            return
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        file, offset = self.store.file, self._offset(self.newest)
-        found = _libc.mmap(self._address, self.size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.descriptor, offset)
-        if found == _MAP_FAILED:
-            raise DiskError(
-                f"{file.folder}: {os.strerror(ctypes.get_errno())} while {self.size} bytes at byte {offset} were mapped: raise vm.max_map_count "
-                f"above the number of tensors. {RESUMES}"
-            )
-
-    def check_whole(self) -> None:
-        """Raise `DiskError` if a step has written some bytes of the tensor and not all."""
-        if self._parts:
-            raise DiskError(
-                f"{self.store.file.folder}: a step has written {_covered(self._parts)} of {self.size} bytes of a tensor, and is no complete step. "
-                f"{RESUMES}"
-            )
-
-    def commit(self) -> None:
-        """The last manifest names the newest place."""
-        with self._guard:
-            self.committed = self.newest
-
-    @property
-    def _target(self) -> int:
-        return 1 - self.newest if self.newest == self.committed else self.newest
-
-    def _offset(self, number: int) -> int:
-        return self.start + number * self.size
-
-
-def _covered(parts: Sequence[tuple[int, int]]) -> int:
-    """Bytes in any of these parts."""
-    covered = end = 0
-    for first, last in sorted(parts):
-        covered += max(0, last - max(first, end))
-        end = max(end, last)
-    return covered
-
-
-class VersionedStore(DiskStore):
-    """A file of tensors that has a name, with two places for each, and the manifest of the last complete step beside it.
-
-    manifest  what the last process has left, None for a run that begins; `contents` is what it has handed to `begin_commit`
-    """
-
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, version: str | None = None):
         self._lock = FolderLock(folder)
-        self.manifest = read_manifest(folder)
+        last = read_manifest(folder)
+        kept = {name: read_manifest(folder, name) for name in names_of_versions(folder)}
+        self.manifest = last if version is None else kept.get(version)
+        if version is not None and self.manifest is None:
+            raise _unknown(folder, version, kept)
         path = os.path.join(folder, DATA)
-        if self.manifest is None:
+        if last is None:
+            if kept:
+                raise DiskError(
+                    f"{path_of_manifest(folder)} is missing, and {_listed(kept)} of its run are there: put it back, or remove all files l2l-store.* "
+                    "to begin anew"
+                )
             _remove(path)  # of a run that has ended before its first commit
         elif not os.path.exists(path):
-            raise _not_of(folder, "is missing")
+            raise _not_of(folder, path_of_manifest(folder), "is missing")
         super().__init__(folder, DATA)
         self._committer = DiskThreads(1, "disk-commit")
         self._commit: Transfer | None = None  # the one that was begun last
-        self._pairs: dict[int, int] = {}  # all pairs of places: where each begins, and the bytes of one
-        if self.manifest is None:
+        self._last = last  # the last manifest
+        self._space: dict[int, int] = {}  # all places: where each begins, and its bytes
+        self._named: frozenset[int] = frozenset()  # by the last manifest
+        self._versions: dict[str, frozenset[int]] = {}  # by name, the places of each
+        self._of_versions: frozenset[int] = frozenset()  # of all of them
+        self._loose: dict[int, int] = {}  # places of no tensor that are not free yet, and the bytes of each
+        self._ranges: weakref.WeakSet[VersionedRange] = weakref.WeakSet()
+        self._found: dict[int, VersionedRange] = {}  # of the manifest in which this process begins, by the newest place
+        if last is None:
             self._id = uuid.uuid4().bytes
             self.file.extend(PROBED + PAGE)
             self.file.write(_page(self._id), PROBED)
             self._used = PROBED + PAGE
         else:
-            self._open(self.manifest)
+            assert self.manifest is not None
+            self._open(last, {name: found for name, found in kept.items() if found is not None}, self.manifest)
 
     @property
     def contents(self) -> Any:
         return None if self.manifest is None else self.manifest["contents"]
 
-    def _open(self, manifest: dict[str, Any]) -> None:
-        """Go on with the file that a manifest is of. Raises `DiskError` for another one."""
-        if self.file.size < manifest["size"]:
-            raise _not_of(self.file.folder, f"has {format_bytes(self.file.size)} in place of {format_bytes(manifest['size'])}")
+    def _open(self, last: dict[str, Any], versions: dict[str, dict[str, Any]], begin: dict[str, Any]) -> None:
+        """Go on with the file that a manifest is of. Raises `DiskError` for another one, and on a full disk."""
+        folder = self.file.folder
+        if self.file.size < last["size"]:
+            found = f"has {format_bytes(self.file.size)} in place of {format_bytes(last['size'])}"
+            raise _not_of(folder, path_of_manifest(folder), found)
         page = _page(b"")
         self.file.read(page, PROBED)
         self._id = bytes(page[:16])
-        if self._id.hex() != manifest["id"]:
-            raise _not_of(self.file.folder, "is of another run")
-        self._used = manifest["used"]
-        self._pairs = {start: size for start, size, *_ in (*manifest["free"], *manifest["places"])}
-        for start, size in manifest["free"]:
-            self._free[size].append(start)
+        for name, manifest in ((None, last), *versions.items()):
+            if self._id.hex() != manifest["id"]:
+                raise _not_of(folder, path_of_manifest(folder, name), "is of another run")
+        self._used, self._space = last["used"], dict(last["space"])
+        self._named = _named_by(last)
+        self._set_versions({name: _named_by(each) for name, each in versions.items()})
+        of_begin = _named_by(begin)
+        for start, size in self._space.items():
+            if start in of_begin:
+                continue
+            if self.is_named(start):
+                self._loose[start] = size
+            else:
+                self._free[size].append(start)
+        for place in begin["places"]:
+            self._begin_at(StoredPlace(*place))
 
-    def reserve(self, size: int, remedy: str = "") -> None:
-        super().reserve(2 * size, remedy)
+    def _begin_at(self, place: StoredPlace) -> None:
+        """Own the places of a tensor where this process begins, and those that its next steps need."""
+        found = VersionedRange(self, [place.start], place.size)
+        found.go_on(place)
+        found.places.append(self.take_place(place.size))
+        of_last = [s for s, size in self._loose.items() if size == place.size and s not in self._of_versions]
+        for start in of_last[: max(0, found.needed - len(found.places))]:  # free when the first step is committed
+            del self._loose[start]
+            found.places.append(start)
+        found.make_room()
+        self._found[place.start] = found
 
-    def again(self, place: TwoPlaces, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that the last manifest has at a place. Reads nothing of it."""
-        with self._guard:
-            return self._held(shape, dtype, VersionedRange(self, place.start, place.size, place.newest, place.newest))
+    # ---- tensors -------------------------------------------------------------------------------------------------------
 
-    def _range(self, start: int, size: int) -> StoredRange:
-        return VersionedRange(self, start, size)
+    def again(self, place: StoredPlace, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor at a place of the manifest where this process begins. Reads nothing of it."""
+        with self.guard:
+            return self._held(shape, dtype, self._found.pop(place.start))
 
-    def _held(self, shape: torch.Size, dtype: torch.dtype, found: StoredRange) -> torch.Tensor:
-        assert isinstance(found, VersionedRange)
-        tensor = super()._held(shape, dtype, found)
-        found.show()
+    def before(self, place: StoredPlace, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """The values that a tensor had a step before, as far as a manifest keeps them: valid until the next step is over."""
+        if place.before is None:
+            return None
+        memory = addresses(place.size)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
+        show(self.file, tensor.data_ptr(), place.size, place.before, is_private=True)
         return tensor
 
-    def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
-        """One mapping of the whole file: a run that is resumed maps tensors in another order than they were allocated in."""
-        return super()._mapping(0, end)
+    def _range(self, start: int, size: int) -> StoredRange:
+        found = VersionedRange(self, [start], size)
+        found.make_room()
+        return found
+
+    def _held(self, shape: torch.Size, dtype: torch.dtype, found: StoredRange) -> torch.Tensor:
+        """Addresses are those of memory without a file: a place of the file may belong to one tensor after another."""
+        assert isinstance(found, VersionedRange)
+        tensor = torch.frombuffer(addresses(found.size), dtype=dtype, count=shape.numel()).view(shape)
+        found.hold(tensor, self._freed)
+        self._ranges.add(found)
+        return tensor
 
     def _place(self, size: int) -> int:
-        """Two free places. Those of a tensor that is gone are free in the commit of the next step."""
-        if self._free[size]:
-            return self._free[size].pop()
-        start = self._new_place(2 * size)
-        self._pairs[start] = size
-        return start
+        return self.take_place(size)
+
+    def take_place(self, size: int) -> int:
+        """A free place. That of a tensor that is gone is free in the commit of the next step. Raises `DiskError`."""
+        with self.guard:
+            if self._free[size]:
+                return self._free[size].pop()
+            start = self._new_place(size)
+            self._space[start] = size
+            return start
+
+    def is_named(self, start: int) -> bool:
+        return start in self._named or start in self._of_versions
+
+    def is_of_a_version(self, start: int) -> bool:
+        return start in self._of_versions
+
+    # ---- commits -------------------------------------------------------------------------------------------------------
 
     def before_writes(self) -> Callable[[], None]:
         """Wait for the commit of the step before. If it has failed, write nothing: the last manifest still holds."""
@@ -218,15 +184,17 @@ class VersionedStore(DiskStore):
 
         return wait
 
-    def begin_commit(self, ranges: Sequence[VersionedRange], contents: Callable[[list[TwoPlaces]], Any]) -> None:
+    def begin_commit(self, ranges: Sequence[VersionedRange], contents: Callable[[list[StoredPlace]], Any]) -> None:
         """Commit a step whose writes were all given, and none of the next step. `ranges` are its tensors; `contents` gets their places.
 
         A disk thread does it. If it fails, `check` raises the error, and no later write begins.
         """
-        with self._guard:
-            self._free_what_is_gone({each.start for each in ranges})
-            pairs, used = dict(self._pairs), self._used
+        with self.guard:
+            # A write that goes to such a place from now on waits for this commit.
+            self._free_what_is_loose({start for each in ranges for start in each.places})
+            space, used = list(self._space.items()), self._used
         pending = self._writers.under_way
+        before = [each.before for each in ranges]  # the next step may begin before the places are known
 
         def commit() -> None:
             for transfer in pending:
@@ -234,37 +202,23 @@ class VersionedStore(DiskStore):
             self.check()
             for each in ranges:
                 each.check_whole()
-            places = [each.place for each in ranges]
+            places = [each.place_since(start) for each, start in zip(ranges, before, strict=True)]
             self.file.sync()
-            named = {place.start for place in places}
-            size = write_manifest(
-                self.file.folder,
-                {
-                    "id": self._id.hex(),
-                    "size": self.file.size,
-                    "used": used,
-                    "free": [(start, size) for start, size in pairs.items() if start not in named],
-                    "places": [(place.start, place.size, place.newest) for place in places],
-                    "contents": contents(places),
-                },
-            )
-            for each in ranges:
-                each.commit()
-            with self._guard:
+            manifest = {
+                "id": self._id.hex(),
+                "size": self.file.size,
+                "used": used,
+                "space": space,
+                "places": [(place.start, place.size, place.before) for place in places],
+                "contents": contents(places),
+            }
+            size = write_manifest(self.file.folder, manifest)
+            with self.guard:
                 self.written_bytes += size
+                self._last, self._named = manifest, _named_by(manifest)
+                self._trim()
 
         self._commit = self._committer.submit([commit], then=self._note_commit)
-
-    def _free_what_is_gone(self, named: Container[int]) -> None:
-        """Free the places of tensors that are gone, but for those that the next manifest names.
-
-        The last manifest may name these places. A write that goes there from now on waits for the next one.
-        """
-        for start, size in list(taken(self._freed)):
-            if start in named:
-                self._freed.append((start, size))
-            else:
-                self._free[size].append(start)
 
     def await_commit(self) -> None:
         """Wait until the commit that was begun last is done. Raises `DiskError`."""
@@ -274,6 +228,85 @@ class VersionedStore(DiskStore):
 
     def _note_commit(self, transfer: Transfer) -> None:
         self._note(transfer, ())
+
+    def _free_what_is_loose(self, named: Container[int]) -> None:
+        """Free the places of no tensor that neither `named` nor a version has."""
+        for starts, size in list(taken(self._freed)):
+            self._loose.update(dict.fromkeys(starts, size))
+        for start, size in list(self._loose.items()):
+            if start not in named and start not in self._of_versions:
+                del self._loose[start]
+                self._free[size].append(start)
+
+    def _living(self) -> list[VersionedRange]:
+        """The ranges of tensors that are there. The places of others are loose, or noted as such."""
+        return [each for each in members(self._ranges) if each.is_alive]
+
+    def _trim(self) -> None:
+        for each in self._living():
+            self._loose.update(dict.fromkeys(each.surplus(), each.size))
+
+    # ---- versions ------------------------------------------------------------------------------------------------------
+
+    def make_room_for_a_version(self) -> None:
+        """A further place for each tensor that a version is to keep. Raises `DiskError` on a full disk, and nothing is changed."""
+        with self.guard:
+            ranges = self._living()
+            needed = Counter[int]()
+            for each in ranges:
+                needed[each.size] += max(0, each.needed + each.to_keep - len(each.places))
+            missing = sum(size * max(0, count - len(self._free[size])) for size, count in needed.items())
+            self.file.extend(self._used + missing, _DROP)
+            for each in ranges:
+                each.make_room(each.to_keep)
+
+    def keep(self, version: str) -> None:
+        """Keep the last complete step under a name, in the place of one that has it. No update is under way. Raises `DiskError`."""
+        self.await_commit()
+        assert self._last is not None, "a step was committed"
+        size = write_manifest(self.file.folder, self._last, version)
+        with self.guard:
+            self.written_bytes += size
+            self._set_versions({**self._versions, version: _named_by(self._last)})
+            for each in self._living():
+                if self.is_of_a_version(each.newest) and not each.is_private:
+                    each.show()
+            self._trim()
+            self._free_what_is_loose(self._named)
+
+    def carry_writes(self) -> None:
+        """Give tensors whose newest place belongs to a version a place of their own if code of the user has written into them.
+
+        Before this, such writes are in memory alone, and neither updates nor fetches would see them. No update of these tensors is under
+        way. Raises `DiskError`.
+        """
+        for each in self._living():
+            memory = each.memory() if each.is_private else None
+            if memory is None or not is_written(each.address, each.size):
+                continue
+            buffer = huge_pages(min(BLOCK, each.size), "weights that were written behind a kept version")
+            for at in range(0, each.size, BLOCK):
+                size = min(BLOCK, each.size - at)
+                ctypes.memmove(buffer.data_ptr(), each.address + at, size)
+                self.write([StoredSpan(each, at, size, 0)], buffer).wait()
+
+    def drop(self, version: str) -> None:
+        """Use the places of a version again, but for those that another one or the last complete step has. Raises `DiskError`."""
+        self.await_commit()
+        if version not in self._versions:
+            raise _unknown(self.file.folder, version, self._versions)
+        remove_manifest(self.file.folder, version)
+        with self.guard:
+            self._set_versions({name: places for name, places in self._versions.items() if name != version})
+            self._trim()
+            self._free_what_is_loose(self._named)
+
+    def _set_versions(self, versions: dict[str, frozenset[int]]) -> None:
+        self._versions, self._of_versions = versions, frozenset().union(*versions.values())
+
+
+def _named_by(manifest: dict[str, Any]) -> frozenset[int]:
+    return frozenset(start for place in manifest["places"] for start in StoredPlace(*place).named)
 
 
 def _page(content: bytes) -> memoryview:
@@ -293,7 +326,17 @@ def _remove(path: str) -> None:
         ) from error
 
 
-def _not_of(folder: str, found: str) -> DiskError:
+def _not_of(folder: str, manifest: str, found: str) -> DiskError:
     return DiskError(
-        f"{folder}: {DATA} {found}, so {path_of_manifest(folder)} is not of it: put back both files, or remove all files l2l-store.* to begin anew"
+        f"{folder}: {DATA} {found}, so {manifest} is not of it: put back both files, or remove all files l2l-store.* to begin anew"
+    )
+
+
+def _listed(versions: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(versions))) or "no version"
+
+
+def _unknown(folder: str, version: str, versions: Iterable[str]) -> DiskError:
+    return DiskError(
+        f"{folder} has no version {version!r}, but {_listed(versions)}: name one of them (l2l_compile.versions lists them)"
     )

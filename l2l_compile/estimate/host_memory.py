@@ -114,8 +114,8 @@ def _shown_stored(size: int) -> str:
 def _shown_places(plan: DiskPlan) -> str:
     if plan.places == 1:
         return ""
-    size = plan.places * (plan.placement.on_disk - plan.copies)
-    return f"; {plan.places} places of each parameter and of its state (resumable) take {format_bytes(size)}"
+    of_state = "" if plan.places_of_masters == plan.places else f"{plan.places} "
+    return f"; {plan.places_of_masters} places of each parameter and {of_state}of its state (resumable) take {format_bytes(plan.on_file)}"
 
 
 def host_memory(programs: Sequence[Program], options: Options, activations: int = 0) -> HostMemory:

@@ -43,7 +43,7 @@ class DiskPlan:
     beside       copies that cross the link of shards, or in two versions, gradients, and a parameter whose step takes it whole
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states, copies   of each, on disk
-    places       that masters and states have in the file
+    places       that states have in the file, and `places_of_masters` masters
     in_pieces    the parameters whose first step is taken in pieces
     late         those that are updated in the next forward, though others are updated in backward: the disk would be idle there
     late_gradients  bytes of their gradients, which wait in memory
@@ -59,6 +59,7 @@ class DiskPlan:
     states: int
     copies: int = 0
     places: int = 1
+    places_of_masters: int = 1
     in_pieces: frozenset[torch.nn.Parameter] = frozenset()
     late: frozenset[torch.nn.Parameter] = frozenset()
     late_gradients: int = 0
@@ -74,12 +75,18 @@ class DiskPlan:
 
     @property
     def to_come(self) -> int:
-        """Bytes of masters and state that belong on disk and are not there yet."""
+        """Bytes of the places of masters and state that belong on disk and are not there yet."""
         placed = zip(self.sizes, self.placement.masters, self.placement.states, strict=True)
         return sum(
-            size.master * (master and not size.master_is_there) + size.state * (state and not size.state_is_there)
+            size.master * self.places_of_masters * (master and not size.master_is_there)
+            + size.state * self.places * (state and not size.state_is_there)
             for size, master, state in placed
         )
+
+    @property
+    def on_file(self) -> int:
+        """Bytes of all places of masters and state."""
+        return self.masters * self.places_of_masters + self.states * self.places
 
     def check(self) -> None:
         """Raise `L2LError` if the budget is too small."""
@@ -137,6 +144,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
+    of_masters = places + bool(options.resumable and options.delay)  # weights of a step before as well
     return DiskPlan(
         tuple(own),
         tuple(sizes),
@@ -148,6 +156,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
         states,
         stored,
         places,
+        of_masters,
         in_pieces,
         frozenset(own[i] for i in are_late),
         sum(gradients[i] for i in are_late),

@@ -7,7 +7,7 @@ step, when the updates of the step before are done, front and back change places
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,10 +116,19 @@ class DelayedWires(Wires):
             versions.turn()
         self._previous = {}
 
-    def previous(self) -> dict[torch.Tensor, list[torch.Tensor]]:
-        """Copies of the weights that the next step will read, for every parameter that is newer. No update is under way."""
-        found = {p: list(kept) for p, kept in self._previous.items()}
-        for owner, places in self._by_owner.items():
+    def find_writes(self) -> None:
+        """Take parameters that PyTorch has recorded a write into: both versions have it then. No update is under way."""
+        for versions in self._versions.values():
+            self._check(versions, sampled=False)
+
+    def is_ahead(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is newer than the weights that the next step will read."""
+        return any(i in versions.ahead for versions, i in self._by_owner.get(parameter, ()))
+
+    def previous(self, but: Container[torch.Tensor] = ()) -> dict[torch.Tensor, list[torch.Tensor]]:
+        """Copies of the weights that the next step will read, for every parameter that is newer, except some. No update is under way."""
+        found = {p: list(kept) for p, kept in self._previous.items() if p not in but}
+        for owner, places in [item for item in list(self._by_owner.items()) if item[0] not in but]:  # a lane may add some
             whole: dict[torch.dtype, torch.Tensor] = {}
             for versions, i in places:
                 if i in versions.ahead:

@@ -6,7 +6,7 @@
     behind the step's updates (the host lane)                      takes small tensors and counts, and begins the commit
     behind its writes (a disk thread)                              makes the file durable, and replaces the manifest
 
-A kill at any time leaves the last manifest, and the file as it names it.
+A kill at any time leaves the last manifest, those of versions that are kept, and the file as they name it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.versioned_range import VersionedRange
 from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_placement import SMALL
-from l2l_compile.host.run_contents import Contents, OfTheLoop, check_fits, plain, put_back
+from l2l_compile.host.run_contents import Contents, Earlier, OfTheLoop, check_fits, plain, put_back
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.param_groups import parameters_of
 
@@ -48,8 +50,9 @@ class ResumableRun:
     is_over  whether a step is over that was not committed
     """
 
-    def __init__(self, folder: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None):
-        self.folder, self.store = folder, VersionedStore(folder)
+    def __init__(self, folder: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, version: str | None = None):
+        self.folder, self.store = folder, VersionedStore(folder, version)
+        self._earlier: Earlier = {}
         self._optimizer, self._model = weakref.ref(optimizer), weakref.ref(model) if model is not None else None
         self._names = _names_in(optimizer, model)
         self._trained: set[Parameter] = set()  # up to now
@@ -57,8 +60,9 @@ class ResumableRun:
         self._as_built = {name: (weakref.ref(b), b._version) for name, b in buffers.items()}
         contents = self.store.contents
         if contents is not None:
-            check_fits(folder, contents, optimizer, self._names, buffers)
-            put_back(self.store, contents, optimizer, buffers)
+            where = folder if version is None else f"version {version!r} in {folder}"
+            check_fits(where, contents, optimizer, self._names, buffers)
+            self._earlier = put_back(self.store, contents, optimizer, buffers)
             entries = zip(contents["parameters"], parameters_of(optimizer), strict=True)
             self._trained = {p for entry, p in entries if entry["value"][1] is not None}
         self.resumed = Resumed() if contents is None else Resumed(contents["steps"], contents["extra"])
@@ -93,14 +97,52 @@ class ResumableRun:
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
-    def commit(self, of_loop: OfTheLoop, add_counts: Callable[[Contents], None]) -> None:
-        """Begin the commit of a step whose updates were made, with the counts that they have left."""
+    def commit(self, of_loop: OfTheLoop, add_counts: Callable[[Contents], None], before: Earlier) -> None:
+        """Begin the commit of a step whose updates were made, with the counts that they have left.
+
+        before  with `delay=1`, the weights that the next step reads, of parameters in memory
+        """
         self._trained.update(p for p in parameters_of(self.optimizer) if p.requires_grad)
         kept = {p for p in parameters_of(self.optimizer) if p in self._trained or p.nbytes < SMALL}
         with unwatched():
-            contents = Contents(self.optimizer, self._names, kept, of_loop)
+            contents = Contents(self.optimizer, self._names, kept, of_loop, before)
         add_counts(contents)
         self.store.begin_commit(contents.ranges, contents.at)
+
+    # ---- weights of a step before (`delay=1`) ------------------------------------------------------------------------
+
+    def take_earlier(self) -> Earlier:
+        """The weights that the first step reads, as far as they are not the newest ones."""
+        taken, self._earlier = self._earlier, {}
+        return taken
+
+    def reserve_before(self) -> None:
+        """Give each parameter on disk a place for its weights of a step before. Raises `DiskError` on a full disk."""
+        for place in self.masters().values():
+            place.reserve_before()
+
+    def keep_before(self) -> None:
+        """The updates of a step begin: the next step reads the weights as they are now, and the commit of this one keeps them."""
+        for place in self.masters().values():
+            place.keep_before()
+
+    def drop_before(self, is_ahead: Callable[[Parameter], bool]) -> None:
+        """The next step reads the newest weights of the parameters that are not ahead."""
+        for parameter, place in self.masters().items():
+            if not is_ahead(parameter):
+                place.drop_before()
+
+    def end_before(self) -> None:
+        """The run goes on without `delay`: it keeps no weights of a step before."""
+        self._earlier = {}
+        for place in self.masters().values():
+            place.end_before()
+
+    def masters(self) -> dict[Parameter, VersionedRange]:
+        """The places of the parameters on disk, frozen or not."""
+        with unwatched():
+            found = {p: range_of(p) for p in parameters_of(self.optimizer)}
+        return {p: each for p, each in found.items() if isinstance(each, VersionedRange) and each.store is self.store}
 
     # ---- what belongs to the run -------------------------------------------------------------------------------------
 

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from l2l_compile.disk.disk_store import range_of
-from l2l_compile.disk.versions import TwoPlaces, VersionedRange, VersionedStore
+from l2l_compile.disk.versioned_range import StoredPlace, VersionedRange
+from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.errors import L2LError
 from l2l_compile.host.step.groups import put
 from l2l_compile.host.step.small_copies import named_state
 from l2l_compile.host.step.torch_step import hyperparameters
 from l2l_compile.param_groups import parameters_of
 
+Earlier = dict[torch.Tensor, list[torch.Tensor]]  # by parameter, weights of a step before (`delay=1`)
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
 
 Parameter = torch.nn.Parameter
@@ -35,13 +37,17 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter and its optimizer state: plain values, and `_Stored` for tensors on disk. `value` is None if it is not kept."""
+    """A parameter and its optimizer state: plain values, and `_Stored` for tensors on disk. `value` is None if it is not kept.
+
+    before  with `delay=1`, the weights that the next step reads, of a parameter in memory; those on disk have a place for them
+    """
 
     name: str | None
     shape: torch.Size
     dtype: torch.dtype
     value: Any
     state: dict[Any, Any]
+    before: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,12 @@ class Contents:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str], kept: set[Parameter], of_loop: OfTheLoop
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[Parameter, str],
+        kept: set[Parameter],
+        of_loop: OfTheLoop,
+        before: Earlier,
     ):
         self.ranges: list[VersionedRange] = []
         self.groups = of_loop.groups
@@ -107,7 +118,8 @@ class Contents:
             state = optimizer.state.get(p, {})
             value = self._entry(p, f"parameter {number}") if p in kept else None
             entries = {name: self._entry(each, f"state {name!r} of parameter {number}") for name, each in state.items()}
-            self._parameters.append(_Parameter(names.get(p), p.shape, p.dtype, value, entries))
+            of_step_before = plain(before.get(p, []), f"parameter {number} of a step before")
+            self._parameters.append(_Parameter(names.get(p), p.shape, p.dtype, value, entries, of_step_before))
 
     def _entry(self, value: Any, what: str) -> Any:
         found = range_of(value) if isinstance(value, torch.Tensor) and _is_dense(value) else None
@@ -117,7 +129,7 @@ class Contents:
         self.ranges.append(found)
         return _Stored(len(self.ranges) - 1, value.shape, value.dtype)
 
-    def at(self, places: Sequence[TwoPlaces]) -> dict[str, Any]:
+    def at(self, places: Sequence[StoredPlace]) -> dict[str, Any]:
         """The plain values, with the places of the ranges."""
         return {
             "steps": self._loop.steps,
@@ -133,6 +145,7 @@ class Contents:
                     "shape": list(p.shape),
                     "dtype": p.dtype,
                     "value": _placed(p.value, places),
+                    "before": p.before,
                     "state": {name: _placed(value, places) for name, value in p.state.items()},
                 }
                 for p in self._parameters
@@ -140,26 +153,26 @@ class Contents:
         }
 
 
-def _placed(value: Any, places: Sequence[TwoPlaces]) -> tuple:
+def _placed(value: Any, places: Sequence[StoredPlace]) -> tuple:
     """("at", where in the file, shape, dtype) or ("is", value)."""
     if not isinstance(value, _Stored):
         return "is", value
     place = places[value.number]
-    return "at", (place.start, place.size, place.newest), list(value.shape), value.dtype
+    return "at", (place.start, place.size, place.before), list(value.shape), value.dtype
 
 
 def check_fits(
-    folder: str,
+    where: str,
     contents: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     names: Mapping[Parameter, str],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
-    """Raise `L2LError` if a run is not one of this model and optimizer, with the first difference."""
+    """Raise `L2LError` if a run, which is `where`, is not one of this model and optimizer, with the first difference."""
 
     def differs(theirs: str, ours: str) -> L2LError:
         return L2LError(
-            f"{folder} holds a run whose {theirs}, and here it is {ours}: build the same model and optimizer, or give the option 'disk' another "
+            f"{where} holds a run whose {theirs}, and here it is {ours}: build the same model and optimizer, or give the option 'disk' another "
             "folder"
         )
 
@@ -188,28 +201,48 @@ def _described(name: str | None, shape: Sequence[int], dtype: torch.dtype) -> st
 
 def put_back(
     store: VersionedStore, contents: Mapping[str, Any], optimizer: torch.optim.Optimizer, buffers: Mapping[str, torch.Tensor]
-) -> None:
-    """Give the model and the optimizer what the last complete step has left. Nothing on disk is read."""
+) -> Earlier:
+    """Give the model and the optimizer what a step has left. Nothing on disk is read.
 
-    def value_of(entry: Sequence[Any]) -> Any:
-        if entry[0] == "is":
-            return entry[1]
-        _, place, shape, dtype = entry
-        return store.again(TwoPlaces(*place), torch.Size(shape), dtype)
-
+    Returns the weights of the step before that a run with `delay=1` continues with.
+    """
+    earlier: Earlier = {}
     with torch.no_grad():
         for entry, p in zip(contents["parameters"], parameters_of(optimizer), strict=True):
-            value = value_of(entry["value"])
+            if before := _before(store, entry):
+                earlier[p] = before
+            value = _value_of(store, entry["value"])
             if value is not None and entry["value"][0] == "at":
                 p.data = value
             elif value is not None:
                 p.copy_(value)
-            state = {name: value_of(each) for name, each in entry["state"].items()}
+            state = {name: _value_of(store, each) for name, each in entry["state"].items()}
             optimizer.state.pop(p, None)
             if state:
                 optimizer.state[p] = state
         for name, value in contents["buffers"].items():
             buffers[name].copy_(value)
+    _put_back_groups(contents, optimizer)
+    return earlier
+
+
+def _value_of(store: VersionedStore, entry: Sequence[Any]) -> Any:
+    if entry[0] == "is":
+        return entry[1]
+    _, place, shape, dtype = entry
+    return store.again(StoredPlace(*place), torch.Size(shape), dtype)
+
+
+def _before(store: VersionedStore, entry: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The weights of a step before that a manifest has of a parameter."""
+    if entry["value"][0] == "is":
+        return list(entry["before"])
+    _, place, shape, dtype = entry["value"]
+    found = store.before(StoredPlace(*place), torch.Size(shape), dtype)
+    return [] if found is None else [found]
+
+
+def _put_back_groups(contents: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     now = hyperparameters(optimizer)
     for group in now.groups:
         group.pop("param_names", None)

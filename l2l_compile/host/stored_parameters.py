@@ -60,6 +60,8 @@ class StoredParameters:
         assert options.disk is not None
         self._options, self._optimizer = options, optimizer
         self.run = run_for(optimizer) if options.resumable else None
+        if self.run is not None and not options.delay:
+            self.run.end_before()
         self.store = self.run.store if self.run is not None else DiskStore(options.disk, failed=WeakHook(self._tell))
         self.largest_segment = 0
         self.plan: DiskPlan | None = None
@@ -120,6 +122,8 @@ class StoredParameters:
             if self._master_to_move(parameter):
                 set_local(parameter, moved_to_disk(self.store, local(parameter)))
             self.place_state([parameter])
+        if self.run is not None and self._options.delay:
+            self.run.reserve_before()
         trim_the_heap()
         self._before = self._moved().since(start.since(self._before))  # what was moved now is no part of a step
 
@@ -259,7 +263,9 @@ class StoredParameters:
         if plan.copies:
             needed[self.store_of_copies()] = needed.get(self.store_of_copies(), 0) + plan.copies
         for store, size in needed.items():
-            store.reserve(whole_pages(size) + len(plan.parameters) * _TENSORS * PAGE, ", or raise host_memory")
+            store.reserve(
+                whole_pages(size) + len(plan.parameters) * _TENSORS * plan.places_of_masters * PAGE, ", or raise host_memory"
+            )
         return plan
 
     def _master_to_move(self, parameter: Parameter) -> bool:

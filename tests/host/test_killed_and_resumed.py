@@ -24,9 +24,9 @@ from slow_disk import Faults, slow_disk
 from stored_training import training
 from test_killed_and_resumed import digest
 
-folder, optimizer, update, precision, steps = *sys.argv[1:5], int(sys.argv[5])
+folder, optimizer, update, precision, delay, steps = *sys.argv[1:5], *map(int, sys.argv[5:])
 with slow_disk(Faults(rate=8e7)):
-    made = training(optimizer, disk=folder, update=update, precision=precision, resumable=True)
+    made = training(optimizer, disk=folder, update=update, precision=precision, delay=delay, resumable=True)
     resumed = l2l_compile.resume(made.call)
     made.number = resumed.steps
     print(resumed.steps, resumed.extra, digest(made.tensors()), flush=True)
@@ -59,8 +59,8 @@ def running(folder: Path, *case: object) -> tuple[subprocess.Popen, int, str, st
 class Plain:
     """The same training without disk: digests of all tensors behind each step."""
 
-    def __init__(self, optimizer: str, update: str, precision: str):
-        self._training = training(optimizer, update=update, precision=precision)
+    def __init__(self, optimizer: str, update: str, precision: str, delay: int = 0):
+        self._training = training(optimizer, update=update, precision=precision, delay=delay)
         self._digests = [digest([p.detach() for p in self._training.model.parameters()])]
 
     def behind(self, steps: int) -> str:
@@ -71,18 +71,20 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("kills", "optimizer", "update", "precision"),
+    ("kills", "optimizer", "update", "precision", "delay"),
     [
-        (3, "adamw", "in_forward", "bf16"),
-        pytest.param(50, "adamw", "in_forward", "bf16", marks=pytest.mark.slow),
-        pytest.param(50, "adamw", "in_backward", "bf16", marks=pytest.mark.slow),
-        pytest.param(15, "sgd", "in_forward", "fp16", marks=pytest.mark.slow),
-        pytest.param(15, "lamb", "in_backward", "fp32", marks=pytest.mark.slow),
-        pytest.param(15, "adafactor", "in_forward", "fp32", marks=pytest.mark.slow),
+        (3, "adamw", "in_forward", "bf16", 0),
+        pytest.param(50, "adamw", "in_forward", "bf16", 0, marks=pytest.mark.slow),
+        pytest.param(50, "adamw", "in_backward", "bf16", 0, marks=pytest.mark.slow),
+        pytest.param(2, "adamw", "in_forward", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param(50, "adamw", "in_forward", "bf16", 1, marks=pytest.mark.slow),
+        pytest.param(15, "sgd", "in_forward", "fp16", 0, marks=pytest.mark.slow),
+        pytest.param(15, "lamb", "in_backward", "fp32", 0, marks=pytest.mark.slow),
+        pytest.param(15, "adafactor", "in_forward", "fp32", 0, marks=pytest.mark.slow),
     ],
 )
-def test_each_kill_leaves_the_last_complete_step(kills, optimizer, update, precision, tmp_path):
-    plain, case = Plain(optimizer, update, precision), (optimizer, update, precision)
+def test_each_kill_leaves_the_last_complete_step(kills, optimizer, update, precision, delay, tmp_path):
+    plain, case = Plain(optimizer, update, precision, delay), (optimizer, update, precision, delay)
     times, before, stepped = random.Random(0), 0, 0
     for _ in range(kills):
         run, steps, extra, found = running(tmp_path, *case, 10**6)

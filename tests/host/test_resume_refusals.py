@@ -39,7 +39,6 @@ def left(tmp_path):
     [
         ({"resumable": True}, "option 'resumable' keeps the file of the option 'disk': give 'disk' a folder"),
         ({"resumable": 1}, "'resumable' must be one of False, True"),
-        ({"delay": 1}, "option 'resumable' does not go with delay=1"),
     ],
 )
 def test_options_that_do_not_go_with_it_are_named(options, said, tmp_path):

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "host.updates.in_forward.UpdatesInForward._collected: OverlappedUpdates._drain(self)": "tests/host/test_plain_loops.py",
     "host.updates.overlapped.OverlappedUpdates._step_on_zeros: self.synchronize()": "tests/host/test_plain_loops.py",
     "host.updates.overlapped.OverlappedUpdates.await_commit: self.synchronize()": "tests/host/test_resumable.py",
+    "host.updates.overlapped.OverlappedUpdates.keep: self.synchronize()": "tests/host/test_kept_steps.py",
     "host.updates.other_models.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
     "host.updates.in_backward.UpdatesInBackward.synchronize: self._drain()": "tests/host/test_late_updates.py",
     "host.updates.interface.Updates.next_scale: self.synchronize()": "tests/ranks/test_one_forward_one_back.py",

@@ -17,6 +17,7 @@ import torch
 from l2l_compile.host.double_buffer import DelayedWires
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, remove_with
+from l2l_compile.host.run_contents import Earlier
 from l2l_compile.host.step.torch_step import Hyperparameters
 from l2l_compile.host.updates.earlier_weights import add
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward
@@ -39,7 +40,7 @@ class DelayedUpdates(UpdatesInForward):
         super().__init__(options, worker, wires, threads, memory)
         self._updating, self._wires = updating, wires
         wires.wait = super().wait
-        wires.restore(self._loaded)
+        wires.restore({**(self._run.take_earlier() if self._run is not None else {}), **self._loaded})
         remove_with(self, self.optimizer.register_state_dict_post_hook(WeakHook(self._save)).remove)
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
@@ -71,10 +72,25 @@ class DelayedUpdates(UpdatesInForward):
         super().forget(pending)
         self._wires.updating = frozenset()
 
+    def _await_updates(self) -> None:
+        """Weights that a run keeps are at the newest places of the file, which are known behind the writes."""
+        super()._await_updates()
+        if self._run is not None:
+            self._finish_writes()
+
     def _end_step(self, groups: Hyperparameters, zeros: Sequence[Parameter]) -> None:
         self._wires.turn()
         self._wires.updating = frozenset((*self.ledger.gradients, *zeros))
+        if self._run is not None:
+            self._run.keep_before()
         super()._end_step(groups, zeros)
+
+    def commit(self, extra: Any = None) -> bool:
+        """Weights that the caller has written behind the updates of the step are those that the next step reads."""
+        if self._run is not None and self._run.is_over and not self._wires.updating:
+            self._wires.find_writes()
+            self._run.drop_before(self._wires.is_ahead)
+        return super().commit(extra)
 
     @whole("optimizer.state_dict()")
     def _save(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -87,7 +103,15 @@ class DelayedUpdates(UpdatesInForward):
         self._wires.restore(self._loaded)
         return plain
 
+    @property
+    def _worker_of_commits(self) -> Worker:
+        return self._updating
+
     # ---- called on the lane of updates ---------------------------------------------------------------------------------
+
+    def _before_of_next_step(self) -> Earlier:
+        assert self._run is not None, "a step of it is committed"
+        return self._wires.previous(but=self._run.masters())
 
     def _step_layer(self, gradients: Mapping[Parameter, torch.Tensor], factor: float, groups: Hyperparameters) -> None:
         super()._step_layer(gradients, factor, groups)

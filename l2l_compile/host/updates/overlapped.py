@@ -15,7 +15,7 @@ from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, running_steps
 from l2l_compile.host.resumable_run import ResumableRun
-from l2l_compile.host.run_contents import Contents
+from l2l_compile.host.run_contents import Contents, Earlier
 from l2l_compile.host.step.closures import check_needs_no_closure
 from l2l_compile.host.step.groups import Groups
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -114,6 +114,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
 
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
         """None also if no backward may follow, or if the optimizer has none of the parameters. Raises `L2LError`."""
+        self._carry_writes()
         if not to_train:
             return None
         self.commit()
@@ -148,9 +149,36 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         run = self._run
         if run is None or not run.is_over:
             return False
+        self._carry_writes()
         taken = run.take(extra)
-        self.worker.submit(lambda: run.commit(taken, self._add_counts))
+        self._worker_of_commits.submit(lambda: run.commit(taken, self._add_counts, self._before_of_next_step()))
         return True
+
+    def keep(self, extra: Any, version: str) -> bool:
+        """As `commit`, and keep the step under a name. Returns when it is on disk. Raises `DiskError`.
+
+        If the disk has too little room for one more version, nothing is changed, and the step can be committed without a name.
+        """
+        run = self._run
+        if run is None or not run.is_over:
+            return False
+        self.synchronize()  # the first step makes state, which needs room as well
+        run.store.await_commit()
+        run.store.make_room_for_a_version()
+        self.commit(extra)
+        self.await_commit()
+        run.store.keep(version)
+        return True
+
+    @property
+    def _worker_of_commits(self) -> Worker:
+        """The lane on which the updates of a step are made."""
+        return self.worker
+
+    def _carry_writes(self) -> None:
+        """Have updates and fetches see what code of the user has written into weights of a kept version."""
+        if self._run is not None:
+            self._run.store.carry_writes()
 
     def await_commit(self) -> None:
         """Wait until the commit that was begun last is done. Raises its error."""
@@ -160,6 +188,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
 
     def _begin_updates(self) -> None:
         """From here to the updates of this step, no code of the user writes parameters: they may be read ahead."""
+        self._carry_writes()
         if self._stored is not None:
             self._stored.begin_updates()
 
@@ -311,6 +340,10 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
     def collect(self, pending: PendingBackward, segment: Sequence[Pushed]) -> None:
         self.worker.accesses.write(self._place)
         self.ledger.collect(pending, segment)
+
+    def _before_of_next_step(self) -> Earlier:
+        """With `delay=1`, the weights that the next step reads, of parameters in memory, as far as they are not the newest ones."""
+        return {}
 
     def _add_counts(self, contents: Contents) -> None:
         """Add what the updates of a step have counted, and its loss scale."""
