@@ -29,7 +29,7 @@ BUFFERS = 8  # of the ring: some are read, one is updated, some are written
 _LARGEST_BUFFER, _SMALLEST_BUFFER = 64 << 20, 1 << 20  # bytes
 _RING_PART = 8  # the ring takes up to this part of the budget
 _OF_AVAILABLE = 0.8  # of the memory that is available, where the option host_memory says nothing
-_WHAT_IS_BESIDE = "gradients, copies that cross the link and stay in memory, and the update of a parameter"
+_WHAT_IS_BESIDE = "gradients, copies that cross the link and stay in memory, stashes on their way, and the update of a parameter"
 _HOSTS = ("cpu", "meta")  # a model on meta is one that will be on the host
 
 
@@ -42,6 +42,7 @@ class DiskPlan:
     beside       copies that cross the link of shards, or in two versions, gradients, and a parameter whose step takes it whole
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states, copies   of each, on disk
+    stashes      the part of `beside` that is for stashes on their way to the disk, and back
     places       that masters and states have in the file
     in_pieces    the parameters whose first step is taken in pieces
     """
@@ -57,6 +58,7 @@ class DiskPlan:
     copies: int = 0
     places: int = 1
     in_pieces: frozenset[torch.nn.Parameter] = frozenset()
+    stashes: int = 0
 
     @property
     def ring(self) -> int:
@@ -86,8 +88,9 @@ class DiskPlan:
             )
 
 
-def disk_plan(options: Options, largest: int) -> DiskPlan:
-    """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment.
+def disk_plan(options: Options, largest: int, stashes: int = 0) -> DiskPlan:
+    """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment, `stashes` the bytes
+    of memory through which stashes go to the disk.
 
     Of parameters that are sharded over ranks, each rank plans for its own shards. Raises `L2LError` for several ranks if nothing says how much
     of the host's memory is for each.
@@ -120,12 +123,12 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     in_pieces = _in_pieces(options)
     at_once = at_once_in_update(own, in_pieces, each)
-    beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards
+    beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards + stashes
     placed = place_on_disk(sizes, budget - beside - BUFFERS * buffer, only_copies=options.resumable)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places, in_pieces)
+    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places, in_pieces, stashes)
 
 
 def _check_part_is_known(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -76,12 +76,21 @@ class Clocks:
         self.lane: Clock | None = None
         self.disk_fetches = Clock(Lane.DISK_READ)
         self.label = ""
+        self._stolen: dict[str, float] = {}
         self._spans: list[list] = []  # as in `Span`; the last one of each clock may still grow
         self._last: dict[str, list] = {}
 
     def spend(self, seconds: float, label: str = "") -> None:
         """The running thread works for `seconds`."""
         self._note(self.thread, self.thread.now, seconds, label or self.label, self.thread.waited_for)
+
+    def steal_from_updates(self, lane: str, seconds: float) -> None:
+        """A disk does other work for so long, which comes before that of updates."""
+        self._stolen[lane] = self._stolen.get(lane, 0.0) + seconds
+
+    def stolen_from_updates(self, lane: str) -> float:
+        """Seconds of other work of a disk since the last call."""
+        return self._stolen.pop(lane, 0.0)
 
     def queue(self, seconds: float, launches: int = 1) -> None:
         """The thread gives the lane work of `seconds`. If the host is the device, the thread does this work itself."""
