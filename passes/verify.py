@@ -112,7 +112,7 @@ def _defined(node: fx.Node, position: dict[fx.Node, int]) -> None:
 
 
 def _lane(node: fx.Node) -> None:
-    for kind, wanted in ((nodes.OnDevice, "device"), (nodes.OnHost, "host"), (nodes.OnDisk, "disk")):
+    for kind, wanted in ((nodes.OnDevice, "device"), (nodes.OnHost, "host"), (nodes.StoredOnDisk, "disk")):
         for read in nodes.reads(node, kind):
             where = nodes.place_of(read)
             if where != wanted:

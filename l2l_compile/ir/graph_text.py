@@ -151,7 +151,7 @@ class GraphParser:
         wanted, kind = _SIMPLE.get(operand.kind, (fx.Node, "node"))
         if not isinstance(value, wanted):
             raise ParseError(number, f"{what} is a {kind}, not {shown(str(value))}")
-        if isinstance(value, fx.Node) and operand.kind in (nodes.OnDevice, nodes.OnHost, nodes.OnDisk):
+        if isinstance(value, fx.Node) and operand.kind in (nodes.OnDevice, nodes.OnHost, nodes.StoredOnDisk):
             self._check_value(operand, value, what, number)
         return value
 

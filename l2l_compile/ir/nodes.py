@@ -42,7 +42,7 @@ class OnHost:
     """An operand: a value on the host."""
 
 
-class OnDisk:
+class StoredOnDisk:
     """An operand: a value on the disk."""
 
 
@@ -54,7 +54,7 @@ class Results:
     """An operand: a node with several results."""
 
 
-_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, OnDisk, Done, Results, int, str)
+_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, StoredOnDisk, Done, Results, int, str)
 
 
 class Result(enum.Enum):
@@ -250,7 +250,7 @@ def store(x: OnHost) -> typing.NoReturn:
 
 
 @operation(Lane.DISK_READ, Result.HOST)
-def load(x: OnDisk) -> typing.NoReturn:
+def load(x: StoredOnDisk) -> typing.NoReturn:
     """Read a stored value into memory of the host; asynchronous. The one node that reads the result frees it."""
     _not_run("load")
 
@@ -558,7 +558,7 @@ def reads(node: fx.Node, kind: type) -> list[fx.Node]:
 def missing_operands(node: fx.Node) -> list[str]:
     """The names of the operands that are None although a node is required."""
     read = operands(node)
-    wanted = [o for o in called(node).operands if o.kind in (OnDevice, OnHost, OnDisk, Done, Results) and not o.nullable]
+    wanted = [o for o in called(node).operands if o.kind in (OnDevice, OnHost, StoredOnDisk, Done, Results) and not o.nullable]
     return [o.name for o in wanted if any(leaf is None for leaf in pytree.tree_leaves([getattr(read, o.name)]))]
 
 

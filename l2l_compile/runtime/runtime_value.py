@@ -70,9 +70,7 @@ class RuntimeValue:
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """All tensors that are there, also while the disk reads them. The value must be filled."""
-        if self.on_disk is not None:
-            return self.on_disk.being_written
+        """All tensors that are there. The value must be filled."""
         lists = [entry if isinstance(entry, list) else [entry] for entry in self.tensors]
         return [tensor for tensors in lists for tensor in tensors if tensor is not None]
 

@@ -33,16 +33,16 @@ from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.stats import Stats
 
 
-class Ticket(Protocol):
+class DiskTicket(Protocol):
     """A piece of work of a worker (`host/worker.py`)."""
 
     def wait(self) -> None: ...
 
 
-class Worker(Protocol):
+class DiskWorker(Protocol):
     """Does work in order on a thread of its own (`host/worker.py`)."""
 
-    def submit(self, work: Callable[[], None], /) -> Ticket: ...
+    def submit(self, work: Callable[[], None], /) -> DiskTicket: ...
 
     def settle(self) -> None: ...
 
@@ -54,26 +54,19 @@ class Worker(Protocol):
 class StoredStash:
     """A value that waits on disk.
 
-    source   the value on the host that is being written; it has no tensors any more when it is
-    written  when that is so
+    written  when it is there
     tensors  the places of its tensors; None until they are given to the disk. Micro-batches may share one
     """
 
-    def __init__(self, source: RuntimeValue):
-        self.source = source
-        self.written: Ticket
+    def __init__(self) -> None:
+        self.written: DiskTicket
         self.tensors: list[StoredTensor] | None = None
-
-    @property
-    def being_written(self) -> list[torch.Tensor]:
-        """Tensors of the host that the disk may still read."""
-        return list(self.source.tensors or ())
 
 
 class _Loading:
     """A value on its way from the disk: whoever reads it waits."""
 
-    def __init__(self, stashes: StashesOnDisk, stats: Stats, read: Ticket):
+    def __init__(self, stashes: StashesOnDisk, stats: Stats, read: DiskTicket):
         self._stashes, self._stats, self._read = stashes, stats, read
 
     def complete(self, value: RuntimeValue) -> None:
@@ -90,14 +83,14 @@ class StashesOnDisk:
     workers  the threads of the lanes `disk_write` and `disk_read`
     """
 
-    def __init__(self, folder: str, device: Device, worker: Callable[[int, Unwatched, str], Worker]):
+    def __init__(self, folder: str, device: Device, worker: Callable[[int, Unwatched, str], DiskWorker]):
         self._folder, self._device = folder, device
         self._writer, self._reader = (worker(1, device.accesses, lane) for lane in (Lane.DISK_WRITE, Lane.DISK_READ))
         self.workers = (self._writer, self._reader)
         for each in self.workers:
             weakref.finalize(self, each.close)
         self._store: StashStore | None = None
-        self._under_way: deque[tuple[int, Ticket]] = deque()  # being written, with their bytes
+        self._under_way: deque[tuple[int, DiskTicket]] = deque()  # being written, with their bytes
         self._loaded: deque[tuple[int, RuntimeValue]] = (
             deque()
         )  # read, or being read, and not known to be copied, with their bytes
@@ -131,20 +124,20 @@ class StashesOnDisk:
     def put(self, x: RuntimeValue, size: int, extent: Extent, stats: Stats) -> RuntimeValue:
         """Have a value of the host written, whose memory is free then. Waits while too much is being written. Raises `DiskError`."""
         result = RuntimeValue([])
-        result.lane, result.on_disk = Lane.DISK_WRITE, StoredStash(x)
+        result.lane, result.on_disk = Lane.DISK_WRITE, StoredStash()
         stash, accesses = result.on_disk, self._device.accesses
 
         def work() -> None:
             if x.event is not None:
                 self._device.wait_on_host(x.event)
             accesses.read(x.place)
-            accesses.write(result.place)
             if x.tensors is None:
                 return  # the lane that fills it has failed, and raises its error when the caller waits for it
             stash.tensors = self._write(x.tensors, extent)
             stats.disk_stash_bytes += sum(whole_pages(t.nbytes) for t in dict.fromkeys(stash.tensors))
             x.tensors = None
 
+        accesses.give(Lane.DISK_WRITE, lambda: accesses.write(result.place))[0]()  # noted now: the thread may come to it too late
         stash.written = self._writer.submit(work)
         self._under_way.append((size, stash.written))
         while sum(each for each, _ in self._under_way) + max(each for each, _ in self._under_way) > self._window:
@@ -164,12 +157,12 @@ class StashesOnDisk:
         def work() -> None:
             stash.written.wait()
             accesses.read(x.place)
-            accesses.write(result.place)
             self._check_store()
             if stash.tensors is None:
                 raise L2LError("a stash was not written, since an earlier one could not be")
             result.tensors = self._read(stash.tensors)
 
+        accesses.give(Lane.DISK_READ, lambda: accesses.write(result.place))[0]()  # noted now: the thread may come to it too late
         result.arrival = _Loading(self, stats, self._reader.submit(work))
         self._loaded.append((size, result))
         return result
@@ -184,7 +177,7 @@ class StashesOnDisk:
             if (copied := value.readers.get(Lane.H2D)) is not None:
                 self._device.wait_on_host(copied)
 
-    def wait_for(self, ticket: Ticket, stats: Stats) -> None:
+    def wait_for(self, ticket: DiskTicket, stats: Stats) -> None:
         start = self._device.now()
         ticket.wait()
         stats.disk_stash_wait_seconds += self._device.now() - start

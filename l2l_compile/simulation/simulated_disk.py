@@ -91,7 +91,7 @@ class DiskRing:
         self._taken.append(size)
         thread.wait(ready)
         self._clocks.spend(seconds)
-        self._writing.now += self._clocks.stolen_from_updates(Lane.DISK_WRITE)
+        self._writing.now = self._clocks.without_stolen_time(Lane.DISK_WRITE, self._writing.now)
         start = max(thread.now, self._writing.now)
         self._clocks.work_on(self._writing, start, size / self._write_rate)
         self._written.append(self._writing.now)
@@ -121,7 +121,7 @@ class DiskRing:
             self._ahead.append((size, self._begin_to_read(size, start)))
 
     def _begin_to_read(self, size: int, start: float) -> SimulatedEvent:
-        self._reading.now += self._clocks.stolen_from_updates(Lane.DISK_READ)
+        self._reading.now = self._clocks.without_stolen_time(Lane.DISK_READ, self._reading.now)
         self._clocks.work_on(self._reading, max(start, self._reading.now), size / self._read_rate)
         self._reading.now += self._fetched * size / self._read_rate  # the disk is at work for fetches, whose lane counts it
         self.read += size

@@ -10,14 +10,14 @@ from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.disk.stash_store import Extent, StoredTensor
 from l2l_compile.lanes import Lane
 from l2l_compile.races import Unwatched
-from l2l_compile.runtime.stored_stashes import StashesOnDisk, Worker
+from l2l_compile.runtime.stored_stashes import DiskWorker, StashesOnDisk
 from l2l_compile.simulation.simulated_device import SimulatedDevice, SimulatedHost
 
 
 class SimulatedStashes(StashesOnDisk):
     """As `StashesOnDisk`. Transfers of stashes come before those of updates, which lose this time if they are at work."""
 
-    def __init__(self, device: SimulatedDevice | SimulatedHost, worker: Callable[[int, Unwatched, str], Worker]):
+    def __init__(self, device: SimulatedDevice | SimulatedHost, worker: Callable[[int, Unwatched, str], DiskWorker]):
         super().__init__("", device, worker)
         self._clocks = device.clocks
 
@@ -41,5 +41,5 @@ class SimulatedStashes(StashesOnDisk):
     def _move(self, lane: Lane, size: int) -> None:
         machine = self._clocks.machine
         seconds = whole_pages(size) / machine.known("disk_write" if lane is Lane.DISK_WRITE else "disk_read")
+        self._clocks.steal_from_updates(lane, self._clocks.thread.now, seconds)
         self._clocks.spend(seconds)
-        self._clocks.steal_from_updates(lane, seconds)
