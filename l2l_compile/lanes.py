@@ -25,8 +25,8 @@ class Lane(StrEnum):
     RECV = "recv", "messages from other stages"
     HOST = "host", "work of the host on gradients and updates"
     UPDATE = "update", "updates of the step before"
-    DISK_READ = "disk_read", "reads of parameters and optimizer state from the disk"
-    DISK_WRITE = "disk_write", "writes of parameters and optimizer state to the disk"
+    DISK_READ = "disk_read", "reads of parameters, optimizer state and stashes from the disk"
+    DISK_WRITE = "disk_write", "writes of parameters, optimizer state and stashes to the disk"
     NONE = "none", "nothing"
 
 

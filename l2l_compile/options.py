@@ -33,7 +33,7 @@ class Options:
                     L2L paper). A batch with fewer rows has fewer slices; rows that cannot be divided evenly give two slice
                     sizes.
     device          where the layers run; without it, or with None, the accelerator if there is one, else the host.
-    stash           where forward keeps the inputs of a layer for backward: "host" or "device".
+    stash           where forward keeps the inputs of a layer for backward: "host", "device", or "disk", in a file in the folder `disk`.
     keep            bytes of device memory for what forward computes inside of layers, so that backward need not compute it again:
                     bytes, or "20GB"; "auto" what the device has free; 0 keeps nothing but the inputs of layers.
     keep_on_host    as `keep`, bytes of host memory: they go to the host in forward, and come back in backward. "auto": what the link
@@ -71,8 +71,9 @@ class Options:
     passes          passes of the user (`l2l_compile.passes.compilation.Pass`), run and verified after the backend's passes.
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
-    disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward). Their
-                    file has no name, and is gone with the process. Each rank has a file of its own.
+    disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward), and
+                    for the inputs of layers with stash="disk". The files have no names, and are gone with the process. Each rank
+                    has files of its own.
     resumable       whether the file in `disk` outlives the process, with the last complete step: `l2l_compile.resume` continues from it after a
                     kill. All large parameters and their state are on disk then, each in two places.
     host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
@@ -121,6 +122,11 @@ class Options:
         return self.schedule != "breadth_first"
 
     @property
+    def stores_parameters(self) -> bool:
+        """Whether parameters and optimizer state may be on disk: not where `optimizer.step()` touches them all."""
+        return self.disk is not None and self.mode.is_overlapped
+
+    @property
     def keeps_activations(self) -> bool:
         """Whether forward may keep what it computes inside of layers."""
         return self.keep != 0 or self.keep_on_host != 0
@@ -164,7 +170,7 @@ class Options:
                 )
         _check_int(settings, "micro_batches", 1)
         _check_int(settings, "prefetch", 0)
-        _check_choice(settings, "stash", ("device", "host"))
+        _check_choice(settings, "stash", ("device", "host", "disk"))
         _check_choice(settings, "outputs", ("all", "loss"))
         _check_choice(settings, "check", (False, True))
         _check_choice(settings, "block_compiler", ("inductor", "eager"))
@@ -385,16 +391,38 @@ def _folder(settings: dict) -> str | None:
 def _check_disk(settings: dict) -> None:
     """Raise `OptionError` for options that do not go with `disk`."""
     if settings["disk"] is None:
+        if settings.get("stash") == "disk":
+            raise OptionError("option stash='disk' keeps the inputs of layers in a file: give the option 'disk' a folder")
         if settings["host_memory"] is not None:
             raise OptionError("option 'host_memory' says how much stays in memory beside the option 'disk': give 'disk' a folder")
         if settings.get("resumable"):
             raise OptionError("option 'resumable' keeps the file of the option 'disk': give 'disk' a folder")
         return
-    if not MODES[settings.get("update", "at_step")].is_overlapped:
+    _check_stashes_on_disk(settings)
+
+
+def _check_stashes_on_disk(settings: dict) -> None:
+    """Raise `OptionError` for options that do not go with `disk`, for stashes or with updates by the loop."""
+    stashes = settings.get("stash") == "disk"
+    if stashes and settings["schedule"] != _SCHEDULES[0]:
+        raise OptionError(
+            "option stash='disk' does not go with a schedule of turns, in which a stash goes back soon and stays on the device: leave one of "
+            "them out"
+        )
+    if MODES[settings.get("update", "at_step")].is_overlapped:
+        return
+    if not stashes:
         raise OptionError(
             "option 'disk' needs update='in_backward' or 'in_forward', and the option 'optimizer': with 'at_step', optimizer.step() touches all "
-            "parameters and their state at once, which would bring them all into memory"
+            "parameters and their state at once, which would bring them all into memory. With stash='disk', the inputs of layers alone are "
+            "on disk"
         )
+    for name in ("host_memory", "resumable"):
+        if settings.get(name):
+            raise OptionError(
+                f"option {name!r} is for parameters and optimizer state on disk, which update='at_step' keeps in memory: leave it out, or use "
+                "update='in_backward' or 'in_forward'"
+            )
 
 
 def _check_plan(settings: dict) -> None:

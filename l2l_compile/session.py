@@ -38,6 +38,7 @@ from l2l_compile.runtime.runner import Runner
 from l2l_compile.runtime.set_apart import BuffersSetApart
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
+from l2l_compile.runtime.stored_stashes import StashesOnDisk
 from l2l_compile.timeline import Timeline
 from l2l_compile.torch_internals import calls
 
@@ -73,7 +74,10 @@ class Session:
         self.server.updates.drains_with(self.in_flight.drain)
         self.in_flight.settle = self.server.synchronize
         self.room = ActivationRoom(self.device, options.keep, options.keep_on_host)
-        self.waiting = StashQueue() if options.stash == "host" else StashQueue(near=None)
+        self.waiting = StashQueue(near=None) if options.stash == "device" else StashQueue()
+        self.stashes_on_disk = (
+            StashesOnDisk(options.disk, self.device, worker) if options.disk and options.stash == "disk" else None
+        )
         self._runners: list[weakref.ref[Runner]] = []  # Dynamo owns them: a program that it forgets is gone here too
         self._runs: list[Stats] = []  # the runs of programs in the last step
         self._call = 0  # the call of the model in which the last step began

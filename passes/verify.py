@@ -22,7 +22,9 @@ updated           with update='in_forward', every segment with parameters to tra
 turns             in a step that goes by turns, each segment runs forward and back in its turns in order, each of them once, back behind
                   forward, and reads values of that turn; the parts of the step are the turns of the schedule, in its order, and what runs
                   in a turn is in its part
-stash             backward takes exactly the values that forward keeps, on the host or the device, where forward leaves them
+stash             backward takes exactly the values that forward keeps, on the host, the disk or the device, where forward leaves them
+stored            nothing but its `store` reads a value that goes to the disk, and one `restore` alone a value that comes from there:
+                  these free it
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ def verify_graph(graph: fx.Graph, compilation: Compilation, facts: frozenset[Fac
             _rows_of_ranks(graph, compilation)
         _reduced_once(graph, compilation)
     _read(graph)
+    _stored(graph)
     if Fact.UPDATES_PLACED in facts:
         _updated(graph, compilation)
 
@@ -109,9 +112,9 @@ def _defined(node: fx.Node, position: dict[fx.Node, int]) -> None:
 
 
 def _lane(node: fx.Node) -> None:
-    for kind, wanted in ((nodes.OnDevice, "device"), (nodes.OnHost, "host")):
+    for kind, wanted in ((nodes.OnDevice, "device"), (nodes.OnHost, "host"), (nodes.StoredOnDisk, "disk")):
         for read in nodes.reads(node, kind):
-            where = "host" if nodes.on_host(read) else "device"
+            where = nodes.place_of(read)
             if where != wanted:
                 raise VerifyError("lane", node.name, f"reads '{read.name}' on the {where}, where it needs the {wanted}")
 
@@ -342,6 +345,14 @@ def _is_for_a_reader(node: fx.Node) -> bool:
     return node.target is nodes.write_back or (nodes.operation_of(node) is not None and nodes.on_host(node))
 
 
+def _stored(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target is nodes.store and len(nodes.operands(node).x.users) != 1:
+            raise VerifyError("stored", node.name, f"frees '{nodes.operands(node).x.name}', which others read")
+        if node.target is nodes.load and [user.target for user in node.users] != [nodes.restore]:
+            raise VerifyError("stored", node.name, "is not read by one 'restore' alone, which frees it")
+
+
 def _updated(graph: fx.Graph, compilation: Compilation) -> None:
     mode, is_forward = compilation.options.mode, graph is not compilation.backward
     updates = graph.find_nodes(op="call_function", target=nodes.update)
@@ -392,9 +403,10 @@ def _stash(forward: fx.Graph, backward: fx.Graph) -> None:
         if left.meta["value"] != right.meta["value"]:
             raise VerifyError("stash", right.name, f"takes the place of '{left.meta['value']}' in what forward keeps")
         is_taken = right.users or left.target is not nodes.stash
-        if _left_on_host(left) != right.meta["host"] and is_taken:
+        if _left_on(left) != nodes.place_of(right) and is_taken:
             raise VerifyError("stash", right.name, f"is not where forward left '{left.name}'")
 
 
-def _left_on_host(kept: fx.Node) -> bool:
-    return kept.op == "placeholder" or nodes.on_host(kept)
+def _left_on(kept: fx.Node) -> str:
+    """Where forward leaves a value that it keeps."""
+    return "host" if kept.op == "placeholder" else nodes.place_of(kept)

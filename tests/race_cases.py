@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import tempfile
 import time
 import types
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import l2l_compile
 from l2l_compile import session as sessions
 from l2l_compile.devices.device import Device
 from l2l_compile.host.updates.loss_scale import LossScale
+from l2l_compile.runtime import stored_stashes
 from l2l_compile.runtime.step import HostRecord
 from models import WIDTH, Stack, UNet, compiled
 from waits import BY_NAME
@@ -103,6 +105,16 @@ def four_forwards(step, optimizer):
     outputs = [step(batch(number)) for number in range(4)]
     for output in outputs:
         output.pow(2).sum().backward()
+
+
+def on_disk(step, optimizer):
+    """All stashes that would wait on the host go to the disk, however small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_stashes, "LEAST_ON_DISK", 1)
+        one_step(step, optimizer)
+    session = sessions.session_of(step)
+    assert l2l_compile.stats(step).disk_stash_bytes > 0
+    session.stashes_on_disk.recover()
 
 
 def training(step, optimizer):
@@ -293,6 +305,17 @@ CASES = [
     ),
     Case("several forwards", four_forwards, {"runtime.stashes.Stashes._move: self.device.synchronize()": "d2h h2d"}),
     Case(
+        "stashes on the disk",
+        on_disk,
+        {
+            "runtime.stored_stashes.StashesOnDisk.put: self._device.wait_on_host(x.event)": "d2h",
+            "runtime.stored_stashes.StashesOnDisk.get: stash.written.wait()": "disk_write",
+            "runtime.stored_stashes.StashesOnDisk.wait_for: ticket.wait()": "disk_read",
+        },
+        model=lambda: Stack(5).double(),
+        options={"stash": "disk", "disk": tempfile.gettempdir()},
+    ),
+    Case(
         "in_backward",
         a_forward_before_the_step,
         {
@@ -421,6 +444,8 @@ class Run:
             with contextlib.suppress(Exception):
                 worker.drain()
         self.session.device.recover()
+        if self.session.stashes_on_disk is not None:
+            self.session.stashes_on_disk.recover()
         server.recover(types.SimpleNamespace(host=HostRecord()))
         self.model.load_state_dict(self.before)
         self.model.zero_grad()
@@ -436,10 +461,15 @@ def slow(session, name: str, pause: float) -> None:
 
 def slow_worker(session, name: str, pause: float) -> None:
     """A lane of the host pauses before each piece of its work, some seconds; the others do not."""
-    for worker in session.server.workers:
+    for worker in workers_of(session):
         submit = functools.partial(type(worker).submit, worker)
         longer = 4 * pause if name == "update" else pause  # updates may take a whole forward
         worker.submit = functools.partial(_paused, submit, longer if name == worker.name else 0.0)
+
+
+def workers_of(session) -> list:
+    """The threads of the host."""
+    return [*session.server.workers, *(session.stashes_on_disk.workers if session.stashes_on_disk is not None else ())]
 
 
 def _paused(submit, pause: float, work: Callable):

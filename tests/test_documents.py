@@ -345,6 +345,17 @@ def test_the_lines_on_a_disk_train(shown, tmp_path):
     assert session.session_of(scope["model"]).options.host_memory == 24 * 10**9
 
 
+@checks("docs/disk.md: Stashes")
+def test_the_lines_on_stashes_train(shown, tmp_path):
+    (block,) = shown
+    model, (batch, _) = tiny_llama()
+    scope = {"torch": torch, "model": model}
+    run(block.text.replace("/nvme", str(tmp_path)), scope)
+    scope["model"](**batch).loss.backward()
+    (program,) = l2l_compile.programs(scope["model"])
+    assert "store(" in str(program) and session.session_of(scope["model"]).stashes_on_disk is not None
+
+
 @checks("docs/disk.md: A model that is larger than memory from the start")
 def test_the_lines_on_a_large_model_train_what_they_load(shown, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -155,7 +155,7 @@ def _add_options(group: Any, decided: Collection[str]) -> None:
         action="store_false",
         help="updates by the optimizer's own step (default: compiled)",
     )
-    add("stash", "where inputs of layers wait for backward", choices=("host", "device"))
+    add("stash", "where inputs of layers wait for backward", choices=("host", "device", "disk"))
     add("keep", "device memory for what is computed inside of layers, such as 20GB, or auto: what is free", metavar="SIZE")
     add("keep_on_host", "host memory for it, or auto: what the link carries while the device computes", metavar="SIZE")
     of_texts = "" if decided else "; with --generate, from token to token, where the default is what is free"

@@ -19,6 +19,7 @@ from l2l_compile.simulation.machine import Machine
 from l2l_compile.simulation.result import Simulation
 from l2l_compile.simulation.simulate import simulate
 from l2l_compile.simulation.simulated_disk import budget_of
+from l2l_compile.update_modes import MODES
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
@@ -155,7 +156,7 @@ class Asked:
     def _on_machine(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of a report, with the part of the machine's memory that parameters and optimizer state may take beside a disk."""
         made = {**options, "device": "cpu"}
-        if options["disk"] is not None and self.machine is not None:
+        if options["disk"] is not None and self.machine is not None and MODES[options["update"]].is_overlapped:
             made["host_memory"] = budget_of(self.machine)
         return made
 
@@ -181,6 +182,6 @@ class Asked:
         workload = self.workload_of(settings)
         with failing_as(f"a step of {workload.name} cannot be simulated"):
             options = settings.options(workload)
-            if settings.disk is not None and machine == self.machine:
+            if settings.disk is not None and machine == self.machine and MODES[settings.update].is_overlapped:
                 options["host_memory"] = self.report_of(settings).options.host_memory
             return workload.call(simulate(workload.model, machine, options))

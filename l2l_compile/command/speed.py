@@ -54,7 +54,7 @@ class Plain:
     @classmethod
     def of(cls, report: Report, workload: Workload) -> Plain:
         memory, options = report.host_memory, report.options
-        inputs = memory.stashes or report.device_memory.stashes
+        inputs = memory.stashes + memory.disk_stashes or report.device_memory.stashes
         return cls(
             sum(p.numel() * p.element_size() for p in workload.model.parameters()),
             sum(p.numel() * p.element_size() for p in workload.trained),

@@ -28,7 +28,7 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
 from l2l_compile.memory.in_place import lock_in_place, locked_bytes
 from l2l_compile.memory.layout import aligned
-from l2l_compile.memory.pages import PinnedMemory, Pool, unlocked
+from l2l_compile.memory.pages import Lease, PinnedMemory, Pool, unlocked
 from l2l_compile.races import UNWATCHED, Unwatched
 
 
@@ -241,6 +241,10 @@ class Device(ABC):
     def begin_step(self) -> None:
         """A forward begins, and with it a step that needs host memory anew."""
         self._pool.begin_step()
+
+    def lease(self, size: int, purpose: str) -> Lease:
+        """A buffer of host memory in whole pages, from which copies to the device are fast (any thread)."""
+        return self._pool.lease(size, purpose)
 
     def push(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Host copies of the gradients of a segment, which nothing else reads, in one buffer of the pool (d2h lane).

@@ -35,11 +35,14 @@ class DiskFile:
     name        in the folder; None for a file without a name. A file that exists keeps its bytes
     descriptor  of the file
     size        bytes that are allocated
+    contents    what is in it, for errors
+    remedy      what to do behind a failed transfer, for errors
     direct      whether transfers pass the page cache by (O_DIRECT)
     """
 
     def __init__(self, folder: str, name: str | None = None):
         self.folder, self.name = folder, name
+        self.contents, self.remedy = PARAMETERS, LOST if name is None else RESUMES
         self.descriptor, self.direct = _opened(folder, name)
         self.size = os.fstat(self.descriptor).st_size
         weakref.finalize(self, os.close, self.descriptor).atexit = False  # a disk thread may still use it
@@ -53,8 +56,8 @@ class DiskFile:
         except OSError as error:
             free = os.statvfs(self.folder)
             raise DiskError(
-                f"{self.folder}: {error.strerror or error} while {format_bytes(size - self.size)} were allocated there for parameters and "
-                f"optimizer state ({format_bytes(free.f_bavail * free.f_frsize)} are free, {format_bytes(self.size)} are allocated "
+                f"{self.folder}: {error.strerror or error} while {format_bytes(size - self.size)} were allocated there for {self.contents} "
+                f"({format_bytes(free.f_bavail * free.f_frsize)} are free, {format_bytes(self.size)} are allocated "
                 f"already): free some space, or give 'disk' another folder{remedy}"
             ) from error
         self.size = size
@@ -103,7 +106,7 @@ class DiskFile:
             if not is_last and count < PAGE:
                 raise DiskError(
                     f"{self.folder}: {count} of {len(buffer) - moved} bytes at byte {offset + moved} were {done}: the file was cut short, "
-                    f"or the disk fails. {self._remedy}"
+                    f"or the disk fails. {self.remedy}"
                 )
             moved += count if is_last else count // PAGE * PAGE
 
@@ -118,13 +121,9 @@ class DiskFile:
 
     def _failed(self, error: OSError, done: str, offset: int, size: int) -> DiskError:
         return DiskError(
-            f"{self.folder}: {error.strerror or error} while {size} bytes at byte {offset} of the file of parameters and optimizer state were "
-            f"{done}. {self._remedy}"
+            f"{self.folder}: {error.strerror or error} while {size} bytes at byte {offset} of the file of {self.contents} were "
+            f"{done}. {self.remedy}"
         )
-
-    @property
-    def _remedy(self) -> str:
-        return LOST if self.name is None else RESUMES
 
     def _sync(self) -> None:
         os.fdatasync(self.descriptor)
@@ -148,6 +147,7 @@ class DiskFile:
         _say_buffered(self.folder, why)
 
 
+PARAMETERS = "parameters and optimizer state"
 LOST = "Parameters are incomplete: load the last checkpoint in a new process"
 RESUMES = "This step is incomplete: a new process resumes from the last complete one (l2l_compile.resume)"
 
@@ -170,8 +170,8 @@ def _opened(folder: str, name: str | None) -> tuple[int, bool]:
         descriptor = _descriptor(folder, name, 0)
     except OSError as error:
         raise DiskError(
-            f"{folder}: {error.strerror or error} while a file was opened there for parameters and optimizer state: give the option "
-            "'disk' a folder that exists and may be written"
+            f"{folder}: {error.strerror or error} while a file was opened there: give the option 'disk' a folder"
+            " that exists and may be written"
         ) from error
     _say_buffered(folder, "it refuses files for direct transfers")
     return descriptor, False

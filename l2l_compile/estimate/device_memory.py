@@ -155,7 +155,7 @@ def _traffic(programs: Sequence[Program], options: Options, machine: Machine) ->
     """Seconds and copies of a step that keeps nothing on the host, where blocks may save."""
     savings, forward, backward, fetched, stashed = savings_for(options, machine), 0.0, 0.0, 0, 0
     for program in programs:
-        stashed += sum(program.host_stashes.values())
+        stashed += sum(program.host_stashes.values()) + sum(program.disk_stashes.values())
         fetched += sum(s.block.weight_bytes(program.bindings) for s in program.streamed)
         for index, mask in masks_of(program).items():
             segment = program.segments[index]

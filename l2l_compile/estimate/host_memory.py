@@ -23,6 +23,8 @@ from l2l_compile.ir.values import TensorSpec
 from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.layout import aligned
 from l2l_compile.options import Options
+from l2l_compile.runtime.rows import StepRows
+from l2l_compile.runtime.stored_stashes import host_bytes, sizes_on_disk
 from l2l_compile.units import format_bytes
 
 _ENDURANCE = 1_200 * 10**12  # bytes that a disk of 2 TB for workstations is rated for
@@ -47,6 +49,8 @@ class HostMemory:
     activations      what the option `keep_on_host` keeps there of the inside of segments, at the same time
     disk             where the option `disk` puts masters, optimizer state and copies for the link, which `master`, `optimizer_state` and
                      `wire` do not count then
+    stash_buffers    with stash="disk", stashes on their way to the disk, and back
+    disk_stashes     bytes of stashes on disk, when forward has ended, which `total` does not count
     stored           other parameters that are on disk, by `load_pretrained(disk=...)`, which `master` does not count either
     """
 
@@ -62,11 +66,13 @@ class HostMemory:
     activations: int = 0
     disk: DiskPlan | None = None
     stored: int = 0
+    stash_buffers: int = 0
+    disk_stashes: int = 0
 
     @property
     def total(self) -> int:
         """The most that a step needs: everything above, with memory that two purposes share counted once."""
-        return self.of_parameters + self.stashes + self.activations
+        return self.of_parameters + self.stashes + self.stash_buffers + self.activations
 
     @property
     def of_parameters(self) -> int:
@@ -81,13 +87,17 @@ class HostMemory:
         rows += [("buffers of the disk", self.disk.ring)] if self.disk is not None else []
         shown = ", ".join(f"{name} {format_bytes(count)} ({count / max(self.parameters, 1):.1f})" for name, count in rows)
         shown += f", stashes {format_bytes(self.stashes)}" if self.stashes else ""
+        shown += f", stashes on their way to the disk {format_bytes(self.stash_buffers)}" if self.stash_buffers else ""
         shown += f", kept inside of layers {format_bytes(self.activations)}" if self.activations else ""
         shown += f", in all {format_bytes(self.total)}"
         shared = f"; {format_bytes(self.shared)} of the wire are where gradients go later" if self.shared else ""
         pinned = (
             f"; {format_bytes(self.pinned)} of these and of staging buffers beside them are page-locked" if self.pinned else ""
         )
-        return f"host memory (bytes a parameter): {shown}{shared}{pinned}{_shown_on_disk(self.disk)}{_shown_stored(self.stored)}"
+        return (
+            f"host memory (bytes a parameter): {shown}{shared}{pinned}{_shown_on_disk(self.disk)}{_shown_stashes(self.disk_stashes)}"
+            f"{_shown_stored(self.stored)}"
+        )
 
 
 def _shown_on_disk(plan: DiskPlan | None) -> str:
@@ -105,6 +115,10 @@ def _shown_on_disk(plan: DiskPlan | None) -> str:
         f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}{copies}, in all {format_bytes(on_disk)}, "
         f"read and written once in a step{lasts}{_shown_places(plan)}"
     )
+
+
+def _shown_stashes(size: int) -> str:
+    return f"\ndisk: stashes {format_bytes(size)}, written in forward and read in backward" if size else ""
 
 
 def _shown_stored(size: int) -> str:
@@ -127,7 +141,9 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
     parameters = {name: spec for segment in segments for name, spec in segment.parameters}
     trained = [spec for spec in parameters.values() if spec.differentiable]
     sent = _sent(segments, options)
-    plan = disk_plan(options, max(map(largest_segment, programs), default=0)) if options.disk is not None else None
+    on_disk = [_stashes_on_disk(program, options) for program in programs]
+    largest, buffers = max(map(largest_segment, programs), default=0), max((size for size, _ in on_disk), default=0)
+    plan = disk_plan(options, largest, buffers) if options.stores_parameters else None
     if plan is not None:
         plan.check()
     state = _optimizer_state(trained, options)
@@ -148,7 +164,17 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
         activations=activations,
         disk=plan,
         stored=beside_plan,
+        stash_buffers=buffers,
+        disk_stashes=sum(size for _, size in on_disk),
     )
+
+
+def _stashes_on_disk(program: Program, options: Options) -> tuple[int, int]:
+    """Bytes of memory for stashes on their way, and of all stashes on disk."""
+    rows = StepRows(program.bindings, program.captured.batch, options.micro_batches)
+    sizes = [*sizes_on_disk([*program.disk_stashes], rows).values()]
+    backward = program.backward.graph if program.backward is not None else None
+    return host_bytes(sizes, backward, program.bindings), sum(sizes)
 
 
 def _entries(programs: Sequence[Program]) -> dict[str, int]:

@@ -30,7 +30,7 @@ BUFFERS = 8  # of the ring: some are read, one is updated, some are written
 _LARGEST_BUFFER, _SMALLEST_BUFFER = 64 << 20, 1 << 20  # bytes
 _RING_PART = 8  # the ring takes up to this part of the budget
 _OF_AVAILABLE = 0.8  # of the memory that is available, where the option host_memory says nothing
-_WHAT_IS_BESIDE = "gradients, copies that cross the link and stay in memory, and the update of a parameter"
+_WHAT_IS_BESIDE = "gradients, copies that cross the link and stay in memory, stashes on their way, and the update of a parameter"
 _HOSTS = ("cpu", "meta")  # a model on meta is one that will be on the host
 
 
@@ -44,6 +44,7 @@ class DiskPlan:
     buffer       one of the `BUFFERS` buffers of the ring
     masters, states, copies   of each, on disk
     places       that states have in the file, and `places_of_masters` masters
+    stashes      the part of `beside` that is for stashes on their way to the disk, and back
     in_pieces    the parameters whose first step is taken in pieces
     late         those that are updated in the next forward, though others are updated in backward: the disk would be idle there
     late_gradients  bytes of their gradients, which wait in memory
@@ -63,6 +64,7 @@ class DiskPlan:
     in_pieces: frozenset[torch.nn.Parameter] = frozenset()
     late: frozenset[torch.nn.Parameter] = frozenset()
     late_gradients: int = 0
+    stashes: int = 0
 
     @property
     def ring(self) -> int:
@@ -98,8 +100,9 @@ class DiskPlan:
             )
 
 
-def disk_plan(options: Options, largest: int) -> DiskPlan:
-    """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment.
+def disk_plan(options: Options, largest: int, stashes: int = 0) -> DiskPlan:
+    """The plan for the parameters of the option `optimizer`; `largest` are the trained entries of the largest segment, `stashes` the bytes
+    of memory through which stashes go to the disk.
 
     Of parameters that are sharded over ranks, each rank plans for its own shards. Raises `L2LError` for several ranks if nothing says how much
     of the host's memory is for each.
@@ -132,7 +135,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     in_pieces = _in_pieces(options)
     at_once = at_once_in_update(own, in_pieces, each)
-    beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards
+    beside = bytes_beside(sum(s.numel() for s in shards), largest, options) + at_once + of_shards + stashes
     room = budget - beside - BUFFERS * buffer
     placed = place_on_disk(sizes, room, only_copies=options.resumable)
     are_late: list[int] = []
@@ -143,8 +146,7 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
         are_late = late(placed, sizes, gradients, for_late)
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
-    states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
-    of_masters = places + bool(options.resumable and options.delay)  # weights of a step before as well
+    places = 2 if options.resumable else 1
     return DiskPlan(
         tuple(own),
         tuple(sizes),
@@ -153,13 +155,14 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
         beside,
         buffer,
         masters,
-        states,
+        placed.on_disk - masters - stored,
         stored,
-        places,
-        of_masters,
-        in_pieces,
-        frozenset(own[i] for i in are_late),
-        sum(gradients[i] for i in are_late),
+        places=places,
+        places_of_masters=places + bool(options.resumable and options.delay),  # weights of a step before as well
+        in_pieces=in_pieces,
+        late=frozenset(own[i] for i in are_late),
+        late_gradients=sum(gradients[i] for i in are_late),
+        stashes=stashes,
     )
 
 

@@ -27,7 +27,7 @@ def check_enough_memory(options: Options) -> None:
     own = [p for p in parameters_of(optimizer) if p.requires_grad] if optimizer is not None else []
     if (
         optimizer is None
-        or options.disk is not None
+        or options.stores_parameters
         or any(isinstance(local(p), FakeTensor) for p in own)
         or ranks_among(own) is not None
     ):

@@ -94,6 +94,10 @@ class ParameterServer:
         if self.device.accesses.watches:
             self.device.accesses.read_parameters(p for module in members(self._modules) for p in module.parameters())
 
+    def expect_stashes(self, size: int) -> None:
+        """The next forward needs so much memory for stashes on their way to the disk, and back: `place` plans with it."""
+        self.updates.expect_stashes(size)
+
     def place(self, parameters: Sequence[Parameter]) -> None:
         """A forward that may train is about to read these: move to other memory what belongs there (the option `disk`).
 

@@ -53,6 +53,7 @@ class StoredParameters:
     """The parameters of one optimizer that are trained by one compiled model, as far as they are on disk.
 
     largest_segment  the most trained entries that a segment of a program has
+    stash_buffers    the most bytes of memory that a forward needs for stashes on their way to the disk, and back
     run              with the option `resumable`
     """
 
@@ -63,7 +64,7 @@ class StoredParameters:
         if self.run is not None and not options.delay:
             self.run.end_before()
         self.store = self.run.store if self.run is not None else DiskStore(options.disk, failed=WeakHook(self._tell))
-        self.largest_segment = 0
+        self.largest_segment = self.stash_buffers = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
         self._planned: dict[Parameter, tuple[bool, bool, bool]] = {}  # of master, state and copy: whether it is on disk
@@ -106,10 +107,10 @@ class StoredParameters:
         """
         self.store.check()
         own = dict.fromkeys(parameters)
-        if self.plan is not None and own.keys() <= self._planned.keys():
+        if self.plan is not None and own.keys() <= self._planned.keys() and self.stash_buffers <= self.plan.stashes:
             return [p for p in own if self._master_to_move(p)]
         self._ranks = ranks_among(parameters_of(self._optimizer))
-        self.plan = self._make_plan()  # the first one, or some were frozen, or have joined the optimizer
+        self.plan = self._make_plan()  # the first one, or some were frozen, or have joined the optimizer, or batches are larger
         return [*(own | dict.fromkeys(self._planned))]
 
     def place(self, parameters: Iterable[Parameter]) -> None:
@@ -253,7 +254,7 @@ class StoredParameters:
 
     def _make_plan(self) -> DiskPlan:
         """Decide where parameters and state are, and allocate the file. Raises `L2LError` if the budget is too small."""
-        plan = disk_plan(self._options, self.largest_segment)
+        plan = disk_plan(self._options, self.largest_segment, self.stash_buffers)
         plan.check()
         placed = plan.placement
         self._planned = dict(zip(plan.parameters, zip(placed.masters, placed.states, placed.copies, strict=True), strict=True))

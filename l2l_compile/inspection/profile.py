@@ -64,7 +64,7 @@ class Profile:
         self._timings[session] = timing = Timing(device)
         self._open.enter_context(_as_profiled(device))
         self._open.enter_context(observe(device, timing))
-        for worker in session.server.workers:
+        for worker in _workers(session):
             self._open.enter_context(_timed(worker, timing))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -75,7 +75,7 @@ class Profile:
         finally:
             self._open.close()
         for session, timing in self._timings.items():
-            for worker in session.server.workers:
+            for worker in _workers(session):
                 worker.submit(_nothing).wait()
             found = timing.timeline()
             if found.spans or self._timeline is None:
@@ -88,6 +88,11 @@ class Profile:
             raise L2LError("the model did not run within the profile")
         if self._path is not None:
             self._timeline.save(self._path, "measured")
+
+
+def _workers(session: Session) -> list[Any]:
+    """The threads of the host that a session has given work to."""
+    return [*session.server.workers, *(session.stashes_on_disk.workers if session.stashes_on_disk is not None else ())]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _SEGMENT = re.compile(rf"(?:%\w+ = )?(?P<word>\w+)\((?P<name>{STRING})", re.ASCI
 _NAME = re.compile(r"%[a-zA-Z_][a-zA-Z0-9_]{0,999}")
 _MOST_BYTES = 2**63
 _KINDS = ("input", "stash", "gradient", *nodes.KEPT_OF_SEGMENT)
-_VALUES = (nodes.Result.DEVICE, nodes.Result.HOST, nodes.Result.KEPT)
+_VALUES = (nodes.Result.DEVICE, nodes.Result.HOST, nodes.Result.DISK, nodes.Result.KEPT)
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,13 @@ class GraphParser:
         self.made[node.name] = node
 
     def _placeholder(self, name: str, kind: str, line: Line) -> fx.Node:
-        if not name or line.lane not in (Lane.HOST, "device"):
-            raise ParseError(line.number, f"expected '%name = {kind}' and its place, host or device, got {shown(line.call)}")
+        if not name or line.lane not in (Lane.HOST, "device", "disk"):
+            raise ParseError(
+                line.number, f"expected '%name = {kind}' and its place, host, device or disk, got {shown(line.call)}"
+            )
         node = self.graph.placeholder(name)
         node.target = node.name
-        node.meta.update(segment=None, kind=kind, host=line.lane == Lane.HOST)
+        node.meta.update(segment=None, kind=kind, host=line.lane == Lane.HOST, disk=line.lane == "disk")
         return node
 
     def _call(self, name: str, call: str, line: Line) -> fx.Node:
@@ -149,7 +151,7 @@ class GraphParser:
         wanted, kind = _SIMPLE.get(operand.kind, (fx.Node, "node"))
         if not isinstance(value, wanted):
             raise ParseError(number, f"{what} is a {kind}, not {shown(str(value))}")
-        if isinstance(value, fx.Node) and operand.kind in (nodes.OnDevice, nodes.OnHost):
+        if isinstance(value, fx.Node) and operand.kind in (nodes.OnDevice, nodes.OnHost, nodes.StoredOnDisk):
             self._check_value(operand, value, what, number)
         return value
 

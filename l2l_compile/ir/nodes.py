@@ -42,6 +42,10 @@ class OnHost:
     """An operand: a value on the host."""
 
 
+class StoredOnDisk:
+    """An operand: a value on the disk."""
+
+
 class Done:
     """An operand: a node without a value, which must be done before this node starts."""
 
@@ -50,7 +54,7 @@ class Results:
     """An operand: a node with several results."""
 
 
-_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, Done, Results, int, str)
+_KINDS: tuple[type, ...] = (SegmentIndex, InputIndex, OnDevice, OnHost, StoredOnDisk, Done, Results, int, str)
 
 
 class Result(enum.Enum):
@@ -58,6 +62,7 @@ class Result(enum.Enum):
 
     DEVICE = "a value in memory of the device, or a weight slab: it has to be released"
     HOST = "a value on the host"
+    DISK = "a value on the disk"
     SEVERAL = "a tuple of values, of which `getitem` picks one"
     KEPT = "the value that it reads, which stays on the device for backward, or for the next call"
     TAKEN = "its operand, in the same memory: whoever releases the result releases the operand"
@@ -236,6 +241,18 @@ def forward(
 def offload(x: OnDevice) -> typing.NoReturn:
     """Copy a value to the host; asynchronous. The device copy stays until it is released."""
     _not_run("offload")
+
+
+@operation(Lane.DISK_WRITE, Result.DISK)
+def store(x: OnHost) -> typing.NoReturn:
+    """Write a value of the host to the disk, and free its memory there; asynchronous. One below 1 MiB stays in memory."""
+    _not_run("store")
+
+
+@operation(Lane.DISK_READ, Result.HOST)
+def load(x: StoredOnDisk) -> typing.NoReturn:
+    """Read a stored value into memory of the host; asynchronous. The one node that reads the result frees it."""
+    _not_run("load")
 
 
 @operation(Lane.H2D, Result.DEVICE)
@@ -497,6 +514,16 @@ def on_host(node: fx.Node) -> bool:
     return node.meta.get("host", False) or (word is not None and word.result is Result.HOST)
 
 
+def on_disk(node: fx.Node) -> bool:
+    """Whether a node stands for a value on the disk."""
+    return node.meta.get("disk", False) or result_of(node) is Result.DISK
+
+
+def place_of(node: fx.Node) -> str:
+    """Where the value of a node is: on the "host", the "disk" or the "device"."""
+    return "host" if on_host(node) else "disk" if on_disk(node) else "device"
+
+
 def result_of(node: fx.Node) -> Result | None:
     """The kind of a node's result; None for a node that is no word of the vocabulary."""
     word = operation_of(node)
@@ -505,7 +532,7 @@ def result_of(node: fx.Node) -> Result | None:
 
 def holds_device_memory(node: fx.Node) -> bool:
     """Whether a node stands for memory of the device that must be released."""
-    if on_host(node) or node.op == "output":
+    if on_host(node) or on_disk(node) or node.op == "output":
         return False
     if any(result_of(user) is Result.TAKEN for user in node.users):
         return False
@@ -531,7 +558,7 @@ def reads(node: fx.Node, kind: type) -> list[fx.Node]:
 def missing_operands(node: fx.Node) -> list[str]:
     """The names of the operands that are None although a node is required."""
     read = operands(node)
-    wanted = [o for o in called(node).operands if o.kind in (OnDevice, OnHost, Done, Results) and not o.nullable]
+    wanted = [o for o in called(node).operands if o.kind in (OnDevice, OnHost, StoredOnDisk, Done, Results) and not o.nullable]
     return [o.name for o in wanted if any(leaf is None for leaf in pytree.tree_leaves([getattr(read, o.name)]))]
 
 

@@ -29,7 +29,9 @@ from l2l_compile.lanes import OF_DEVICE, Lane
 _BLOCK = re.compile(r"  (?P<name>\S+)\s+x(?P<repeats>[0-9]+)\s+(?P<how>inner loop|whole batch: (?P<reason>.*))")
 # The lane stands behind the first gap of two spaces or more that a lane follows. The gap begins where no space is before it:
 # without that, the time to search a line of spaces would grow with the square of its length.
-_LANE = re.compile(rf"(?<!\s)\s\s+(?P<lane>{'|'.join((*OF_DEVICE, Lane.HOST, Lane.NONE, 'device'))})\b\s*")
+_LANE = re.compile(
+    rf"(?<!\s)\s\s+(?P<lane>{'|'.join((*OF_DEVICE, Lane.HOST, Lane.DISK_READ, Lane.DISK_WRITE, Lane.NONE, 'device', 'disk'))})\b\s*"
+)
 _RUNS = re.compile(r"(?P<block>\S+)(?: x (?P<count>[0-9]+) micro-batches)?")
 _FLOAT = r"-?(?:[0-9]{1,20}\.[0-9]{1,20}(?:e[+-][0-9]{1,3})?|[0-9]{1,20}e[+-][0-9]{1,3}|inf)"
 _SIZE = re.compile(

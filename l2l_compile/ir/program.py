@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from l2l_compile.ir.segments import Block, BlockLowering, Segment, Uncut, block_
 from l2l_compile.ir.stages import Stages
 from l2l_compile.ir.text import print_program
 from l2l_compile.ir.values import Bindings
+
+LEAST_ON_DISK = 1 << 20  # bytes: smaller stashes stay in memory, as their transfers take more of the disk's time than their bytes
+DISK_AHEAD = 2  # segments: how much earlier than its copy to the device a stash is read from the disk
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -105,8 +108,19 @@ class Program:
         """The stashes that forward keeps on the host for backward: nodes of `forward`, each with its bytes. A step by turns has none."""
         if self.step is not None:
             return {}
+        small = {node: size for node, size in self._stashes(nodes.store).items() if size < LEAST_ON_DISK}
+        return self._stashes(nodes.offload) | small
+
+    @property
+    def disk_stashes(self) -> dict[fx.Node, int]:
+        """The stashes that forward keeps on disk for backward: `store` nodes of `forward`, each with its bytes."""
+        return {node: size for node, size in self._stashes(nodes.store).items() if size >= LEAST_ON_DISK}
+
+    def _stashes(self, function: Callable) -> dict[fx.Node, int]:
+        if self.step is not None:
+            return {}
         returned: Any = self.forward.graph.output_node().args[0]
-        kept = [node for node in dict.fromkeys(returned[1]) if isinstance(node, fx.Node) and node.target is nodes.offload]
+        kept = [node for node in dict.fromkeys(returned[1]) if isinstance(node, fx.Node) and node.target is function]
         return {node: node.meta["spec"].bytes(self.bindings) for node in kept}
 
     def __str__(self) -> str:

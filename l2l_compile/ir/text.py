@@ -103,7 +103,7 @@ class _Printer:
 
     def _lane(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            return "host" if node.meta["host"] else "device"
+            return nodes.place_of(node)
         return nodes.lane_of(node)
 
     def _right(self, node: fx.Node) -> str:

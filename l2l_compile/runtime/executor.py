@@ -165,9 +165,28 @@ def _restore(run: Executor, node: fx.Node, x: RuntimeValue, turn: int | None = N
         result.tensors, copied = copies(parts, run.device.upload)
         run.device.hold(result.tensors)
         run.step.stats.restored_bytes += copied
+        if x.is_loaded:
+            x.tensors = None
 
     run.submit(Lane.H2D, (x,), (result,), work)
     return result
+
+
+@handles(nodes.store)
+def _store(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    size = run.step.stored.get(node)
+    if x.absent or size is None:
+        return x  # it is small, or no backward follows
+    assert run.step.extent is not None and run.step.engine.stashes_on_disk is not None
+    return run.step.engine.stashes_on_disk.put(x, size, run.step.extent, run.step.stats)
+
+
+@handles(nodes.load)
+def _load(run: Executor, node: fx.Node, x: RuntimeValue) -> RuntimeValue:
+    if x.on_disk is None:
+        return x
+    assert run.step.engine.stashes_on_disk is not None
+    return run.step.engine.stashes_on_disk.get(x, node.meta["spec"].bytes(run.step.rows.bindings), run.step.stats)
 
 
 @handles(nodes.recall)

@@ -43,6 +43,7 @@ from l2l_compile.runtime.slabs import Slabs
 from l2l_compile.runtime.stashes import Stashes
 from l2l_compile.runtime.stats import Stats
 from l2l_compile.runtime.step import Engine, Step
+from l2l_compile.runtime.stored_stashes import host_bytes, sizes_on_disk
 from l2l_compile.runtime.streamed_function import StreamedFunction
 from l2l_compile.runtime.turn_runs import TurnRuns
 from l2l_compile.units import format_bytes
@@ -73,6 +74,7 @@ class Runner:
         self._program = self._shown = program
         self._backwards = backwards
         self._bindings = program.bindings
+        self._stores = program.forward.graph.find_nodes(op="call_function", target=nodes.store)
         self._levels: dict[tuple, Mapping[int, KeptLevels]] = {}  # by backward graph, room, sizes
         self._absent: dict[tuple[bool, ...], frozenset[tuple[int, str]]] = {}  # by outputs that have a gradient
         self._lowered: set[tuple] = set()  # sizes for which compilation has begun
@@ -140,6 +142,7 @@ class Runner:
         if ran_out:  # the error is gone by now, and with it what its traceback has held of the device
             step = self._without_residents(step, ran_out)
             outputs, kept = self._run_forward(step)
+        step.extent = None  # the stashes hold their places
         stats = step.stats
         device.accesses.read(step.place)
         for index, contents in step.writes.items():
@@ -204,11 +207,15 @@ class Runner:
         owners = captured.owners
         all_parameters = [i for i in captured.inputs if i.kind == "parameter"]
         parameters = [arguments[i.index] for i in all_parameters if owners is None or owners.has(i)]
+        rows = self._rows_of(arguments)
+        stored = sizes_on_disk(self._stores, rows) if to_train and self.engine.stashes_on_disk is not None else {}
         if to_train:
+            self.engine.server.expect_stashes(self._memory_for(stored, rows))
             self._place(parameters)
         read = self.arguments.read(arguments, to_train)
-        rows = self._rows_of(arguments)
         step = Step(self.engine, read, arguments, captured.constants, rows, stats, runs, to_train, self.ranks)
+        if to_train and self.engine.stashes_on_disk is not None:
+            self._place_stashes(step, stored)
         if self.ranks is not None:
             joint, is_global = self.joint(self._first_graph(step)), options.batch_scope == "global"
             turns = self._turns_of(step)
@@ -231,6 +238,21 @@ class Runner:
         """Move parameters to where they belong. The other ranks, which wait for this one to begin, are told of a failure."""
         try:
             self.engine.server.place(parameters)
+        except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.failed(error)
+            raise
+
+    def _memory_for(self, stored: Mapping[fx.Node, int], rows: StepRows) -> int:
+        """Host memory for stashes on their way to the disk, and back."""
+        backward = self._program.backward
+        return host_bytes([*stored.values()], backward.graph if backward is not None else None, rows.bindings)
+
+    def _place_stashes(self, step: Step, stored: Mapping[fx.Node, int]) -> None:
+        """Room on disk for what the forward stores. The other ranks are told of a failure."""
+        assert self.engine.stashes_on_disk is not None
+        try:
+            step.stored, step.extent = stored, self.engine.stashes_on_disk.begin_forward([*stored.values()])
         except BaseException as error:
             if self.ranks is not None:
                 self.ranks.failed(error)
@@ -394,14 +416,21 @@ class Runner:
             except Exception as another:  # noqa: BLE001 - a device that has failed for good fails in each call: the first error says why
                 error.add_note(f"the device could not be used after it either: {type(another).__name__}: {another}")
             finally:
+                step.extent = None
                 self.engine.kept_inputs.clear()
                 self.engine.set_apart.clear()
                 self.engine.resident.forget()
                 self._need = MeasuredNeed()
                 lost = self.engine.in_flight.drop(error)
-                for each in (step, *others, *lost):
-                    self.engine.server.recover(each)
+                self._recover_host(step, *others, *lost)
             raise
+
+    def _recover_host(self, *steps: Step) -> None:
+        """The host drops what it has of steps that have failed."""
+        for step in steps:
+            self.engine.server.recover(step)
+        if self.engine.stashes_on_disk is not None:
+            self.engine.stashes_on_disk.recover()
 
     def _meanwhile(self, work: Callable[[Any], None], result: Any) -> None:
         try:

@@ -25,7 +25,9 @@ class RuntimeValue:
     set_apart    for weights: the buffer that they are in until their release
     unfetched    positions of weights whose entries were left out of the fetch, since nothing reads them
     in_flight    for gradients on the host: the work there that reads them
-    arrival      the message from another rank that it comes with
+    arrival      the message from another rank, or the read from the disk, that it comes with
+    on_disk      the place where it waits for backward (`StoredStash`); it has no tensors then
+    is_loaded    whether it was read from the disk: the one node that reads it frees it
     outgoing     messages to other ranks that its memory is needed for; None before the first one and when all are awaited
     place        its memory, watched for races
     """
@@ -35,7 +37,9 @@ class RuntimeValue:
         "arrival",
         "event",
         "in_flight",
+        "is_loaded",
         "lane",
+        "on_disk",
         "outgoing",
         "place",
         "readers",
@@ -59,6 +63,8 @@ class RuntimeValue:
         self.unfetched: frozenset[int] = frozenset()
         self.in_flight: Any = None
         self.arrival: Any = None
+        self.on_disk: Any = None
+        self.is_loaded = False
         self.outgoing: list | None = None
         self.place = Place()
 
@@ -71,7 +77,7 @@ class RuntimeValue:
     def copy(self) -> RuntimeValue:
         """Another value with the same, complete, tensors."""
         copy = RuntimeValue(self.tensors, self.absent)
-        copy.lane, copy.place = self.lane, self.place
+        copy.lane, copy.place, copy.on_disk = self.lane, self.place, self.on_disk
         return copy
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 _OF_OPTIONS = (
     *("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes"),
     *("disk_fetched_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds"),
+    *("disk_stash_bytes", "disk_stash_wait_seconds"),
 )  # not shown where they are 0
 
 
@@ -18,6 +19,8 @@ class Stats:
     `disk_fetched_bytes` is the part of `fetched_bytes` that was read from the disk, in whole pages (the option `disk`).
     `disk_read_bytes`, `disk_written_bytes` and `disk_wait_seconds` are those of the updates that were made last:
     with update="in_forward", of the step before.
+    `disk_stash_bytes` is what forward has written of stashes to the disk (stash="disk"), in whole pages; backward reads as much.
+    `disk_stash_wait_seconds` is how long forward and backward have waited for these transfers.
     `gradient_squares` is the sum of the squares of all gradients of parameters. It is None if it was not taken: it needs the
     option `optimizer`, and an `optimizer.step()` with overlapped updates. `skipped_steps` counts the steps since the
     start that did nothing because a gradient was not finite; `loss_scale` is the factor on the loss in fp16, 1.0 in other
@@ -40,6 +43,8 @@ class Stats:
     disk_read_bytes: int = 0
     disk_written_bytes: int = 0
     disk_wait_seconds: float = 0.0
+    disk_stash_bytes: int = 0
+    disk_stash_wait_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     gradient_squares: float | None = None

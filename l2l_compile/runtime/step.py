@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.device import Device, HostWeights
+from l2l_compile.disk.stash_store import Extent
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.savings import Saving, Savings
@@ -26,10 +27,13 @@ from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.set_apart import BuffersSetApart
 from l2l_compile.runtime.stashes import StashQueue
 from l2l_compile.runtime.stats import Stats
+from l2l_compile.runtime.stored_stashes import StashesOnDisk
 
 
 class Host(Protocol):
     """The host side, as a running program calls it (`host/server.py`)."""
+
+    def expect_stashes(self, size: int, /) -> None: ...
 
     def place(self, parameters: Sequence[torch.nn.Parameter], /) -> None: ...
 
@@ -90,6 +94,7 @@ class Engine(Protocol):
     set_apart    memory for weights that stay from forward to backward
     in_flight    the step whose last turns go back in the next call
     room         how much forwards may keep of what they compute inside of segments
+    stashes_on_disk  with stash="disk"
     check    compares blocks on rows together and apart, if the user asked for it
     """
 
@@ -125,6 +130,9 @@ class Engine(Protocol):
 
     @property
     def room(self) -> ActivationRoom: ...
+
+    @property
+    def stashes_on_disk(self) -> StashesOnDisk | None: ...
 
     @property
     def check(self) -> BlockCheck | None: ...
@@ -182,6 +190,8 @@ class Step:
     scale      the factor on the loss that is in these
     elsewhere  the parameters of other ranks of a pipeline
     absent     the gradients that other ranks of a pipeline do not make, by segment and name
+    stored     the `store` nodes whose values go to the disk, with their bytes there
+    extent     where they go; None behind forward
     replayed   outputs that the host has made itself, by position
     keeps      what stays on the device for the next call, by node and by the index of the input or output, with its bytes
     """
@@ -207,6 +217,8 @@ class Step:
     scale: float = 1.0
     elsewhere: frozenset[torch.Tensor] = frozenset()
     absent: frozenset[tuple[int, str]] = frozenset()
+    stored: Mapping[fx.Node, int] = field(default_factory=dict)
+    extent: Extent | None = None
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)

@@ -76,12 +76,23 @@ class Clocks:
         self.lane: Clock | None = None
         self.disk_fetches = Clock(Lane.DISK_READ)
         self.label = ""
+        self._stolen: dict[str, list[tuple[float, float]]] = {}
         self._spans: list[list] = []  # as in `Span`; the last one of each clock may still grow
         self._last: dict[str, list] = {}
 
     def spend(self, seconds: float, label: str = "") -> None:
         """The running thread works for `seconds`."""
         self._note(self.thread, self.thread.now, seconds, label or self.label, self.thread.waited_for)
+
+    def steal_from_updates(self, lane: str, start: float, seconds: float) -> None:
+        """A disk does other work from `start` on for so long, which comes before that of updates."""
+        self._stolen.setdefault(lane, []).append((start, seconds))
+
+    def without_stolen_time(self, lane: str, now: float) -> float:
+        """When a disk can go on with updates, which has done those before at `now`, behind its other work since the last call."""
+        for start, seconds in self._stolen.pop(lane, ()):
+            now = max(now, start) + seconds
+        return now
 
     def queue(self, seconds: float, launches: int = 1) -> None:
         """The thread gives the lane work of `seconds`. If the host is the device, the thread does this work itself."""

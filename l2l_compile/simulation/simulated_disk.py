@@ -37,7 +37,11 @@ def on_disk_of(options: Options, machine: Machine) -> Options:
         return options
     for figure in ("disk_read", "disk_write"):
         machine.known(figure)
-    return options if options.host_memory is not None else replace(options, host_memory=budget_of(machine))
+    return (
+        options
+        if options.host_memory is not None or not options.stores_parameters
+        else replace(options, host_memory=budget_of(machine))
+    )
 
 
 def budget_of(machine: Machine) -> int:
@@ -87,6 +91,7 @@ class DiskRing:
         self._taken.append(size)
         thread.wait(ready)
         self._clocks.spend(seconds)
+        self._writing.now = self._clocks.without_stolen_time(Lane.DISK_WRITE, self._writing.now)
         start = max(thread.now, self._writing.now)
         self._clocks.work_on(self._writing, start, size / self._write_rate)
         self._written.append(self._writing.now)
@@ -116,6 +121,7 @@ class DiskRing:
             self._ahead.append((size, self._begin_to_read(size, start)))
 
     def _begin_to_read(self, size: int, start: float) -> SimulatedEvent:
+        self._reading.now = self._clocks.without_stolen_time(Lane.DISK_READ, self._reading.now)
         self._clocks.work_on(self._reading, max(start, self._reading.now), size / self._read_rate)
         self._reading.now += self._fetched * size / self._read_rate  # the disk is at work for fetches, whose lane counts it
         self.read += size
@@ -158,7 +164,7 @@ class SimulatedStore:
 
     def __init__(self, clocks: Clocks, options: Options):
         self._clocks, self._options = clocks, options
-        self.largest_segment = 0
+        self.largest_segment = self.stash_buffers = 0
         self.plan: DiskPlan | None = None
         self._bytes: dict[Parameter, int] = {}
         self._copies: dict[Parameter, int] = {}
@@ -178,7 +184,7 @@ class SimulatedStore:
     def misplaced(self, parameters: Iterable[Parameter]) -> Sequence[Parameter]:
         """Decide, in the first forward. Raises `L2LError` if the budget is too small, `OptionError` for weights that are read in forward."""
         if self.plan is None:
-            self.plan = plan = disk_plan(self._options, self.largest_segment)
+            self.plan = plan = disk_plan(self._options, self.largest_segment, self.stash_buffers)
             plan.check()
             check_is_timed(plan, self._options, self._clocks.machine)
             self._ring = DiskRing(self._clocks, plan.buffer, fetched=fetched_beside_updates(plan, self._options))

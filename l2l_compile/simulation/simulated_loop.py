@@ -41,6 +41,7 @@ from l2l_compile.simulation.simulated_disk import SimulatedCopies, SimulatedStor
 from l2l_compile.simulation.simulated_host import OnePass, SimulatedWorker, WaitingWorker
 from l2l_compile.simulation.simulated_pipeline import Messages, SimulatedPipeline
 from l2l_compile.simulation.simulated_ranks import Division, SimulatedRanks
+from l2l_compile.simulation.simulated_stashes import SimulatedStashes
 from l2l_compile.torch_internals.fresh_code import fresh_caller
 
 _MOST_STEPS = 6  # until two take equally long: the first step makes optimizer state, and updates may end in the next step
@@ -110,8 +111,10 @@ class SimulatedLoop:
         updates, state_bytes = self.session.server.updates, setting.state_bytes
         if isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
             updates._step = self._step_of_updates(state_bytes)  # type: ignore[assignment]
-        if options.disk is not None:
-            assert isinstance(updates, OverlappedUpdates), "`Options.build` requires it"
+        if options.stash == "disk":
+            self.session.stashes_on_disk = SimulatedStashes(self.device, self._worker)
+        if options.stores_parameters:
+            assert isinstance(updates, OverlappedUpdates)
             on_disk = SimulatedStore(self.device.clocks, dataclasses.replace(options, optimizer=rank.optimizer))
             updates._stored = on_disk  # type: ignore[assignment]
             updates.stored_copies = SimulatedCopies(on_disk, self.session.server.wires) if not options.delay else None

@@ -130,7 +130,7 @@ class _Rows:
 
     def _state(self, node: fx.Node) -> GradientState:
         """The state of a value. A copy has the state of its source; a value from outside is the same on all ranks."""
-        while node not in self.states and node.target in (nodes.restore, nodes.offload, nodes.stash):
+        while node not in self.states and node.target in (nodes.restore, nodes.offload, nodes.stash, nodes.store, nodes.load):
             node = nodes.operands(node).x
         return self.states.get(node, GradientState.SAME)
 

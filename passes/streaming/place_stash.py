@@ -1,4 +1,4 @@
-"""Decide where a value waits until its next reader: on the device, or offloaded to the host.
+"""Decide where a value waits until its next reader: on the device, on the host, or on the disk.
 
     %x = ...                       %x = ...
     stash(%x)              =>      %h = offload(%x)          and in backward     %x = restore(%h)
@@ -6,7 +6,10 @@
 With `stash="host"`, a value whose next reader is more than `prefetch + 1` segments away goes to the host, whether the
 reader is in backward (the input of a layer) or later in the same graph (a skip connection, an attention mask between
 encoder and decoder). A value that every layer reads is never idle for that long and stays. With `stash="device"`,
-everything stays.
+everything stays. With `stash="disk"`, what would wait on the host for backward goes on to the disk, unless the host reads it too:
+
+    %h = offload(%x)                    and in backward     %h = load(%s)
+    %s = store(%h)                                          %x = restore(%h)
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class PlaceStash:
 
     def apply(self, compilation: Compilation) -> None:
         idle = compilation.options.prefetch + 1
-        host = compilation.options.stash == "host"
+        host = compilation.options.stash != "device"
+        disk = compilation.options.stash == "disk"
         forward, backward = compilation.forward, compilation.backward
         if host:
             for graph in filter(None, (forward, backward)):
@@ -51,6 +55,8 @@ class PlaceStash:
             elif host and waits[node.meta["value"]] > idle:
                 node.target = nodes.offload
                 source.append(node)  # the copy starts as soon as the value exists
+                if disk and backward is not None:
+                    _to_disk(forward, node, stash_inputs(backward)[index])
             elif backward is not None:
                 _keep_on_device(backward, index)
 
@@ -79,6 +85,18 @@ def _segments_until_backward(forward: fx.Graph) -> dict[str, int]:
 def stash_inputs(backward: fx.Graph) -> list[fx.Node]:
     """The placeholders of the backward graph that take what forward keeps, in the order of forward's output."""
     return [n for n in backward.find_nodes(op="placeholder") if n.meta["kind"] in ("stash", *nodes.KEPT_OF_SEGMENT)]
+
+
+def _to_disk(forward: fx.Graph, offloaded: fx.Node, taken: fx.Node) -> None:
+    """Store what forward offloads, and load it before each reader of `taken`, its placeholder in backward."""
+    with forward.inserting_after(offloaded):
+        stored = _like(forward.call_function(nodes.store, (offloaded,)), offloaded)
+    offloaded.replace_all_uses_with(stored, delete_user_cb=lambda user: user is not stored)
+    taken.meta.update(host=False, disk=True)
+    for restored in list(taken.users):
+        with restored.graph.inserting_before(restored):
+            loaded = _like(restored.graph.call_function(nodes.load, (taken,)), taken)
+        restored.replace_input_with(taken, loaded)
 
 
 def _keep_on_device(backward: fx.Graph, index: int) -> None:

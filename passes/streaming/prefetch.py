@@ -7,18 +7,23 @@
 The copy then runs while segment i - 1 computes. With `prefetch` = p, at most p + 1 segments' weights are on the
 device at once. `prefetch` = 0 leaves every copy right before its reader.
 
+A value that is on the disk is read `DISK_AHEAD` segments before its copy to the device, so that at most `DISK_AHEAD` + 1 of them are in
+memory of the host.
+
 In a pipeline, a message from another rank is asked for one segment before its reader, so that its first micro-batches are there when
 the reader begins. Messages keep their order, which is that of the one program of all ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from l2l_compile.ir import nodes
+from l2l_compile.ir.program import DISK_AHEAD
 from l2l_compile.lanes import Lane
 from l2l_compile.passes.compilation import Compilation, Fact
 from l2l_compile.passes.streaming.place_stash import segment_times
@@ -46,9 +51,19 @@ def _hoist(graph: fx.Graph, ahead: int) -> None:
     copies = [node for node in graph.nodes if nodes.lane_of(node) == Lane.H2D]
     first_reader = {node: min((times[user] for user in node.users), default=times[node]) for node in copies}
     for node in copies:
+        for loaded in [read for read in node.all_input_nodes if read.target is nodes.load]:
+            _hoist_load(loaded, max(first_reader[node] - ahead - DISK_AHEAD, 0), runs, times)
+    for node in copies:
         target = max(first_reader[node] - ahead, 0)
         if target < len(runs) and times[node] > target and _defined_before(node, runs[target], times):
             runs[target].prepend(node)
+
+
+def _hoist_load(load: fx.Node, target: int, runs: Sequence[fx.Node], times: dict[fx.Node, int]) -> None:
+    """Move a read from the disk in front of a segment, if it stands behind."""
+    if target < min(len(runs), times[load]):
+        runs[target].prepend(load)
+        times[load] = target - 1  # it stands before the copies that are moved to the same place
 
 
 def _hoist_messages(graph: fx.Graph) -> None:

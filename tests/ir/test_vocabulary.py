@@ -36,7 +36,7 @@ def test_every_node_has_a_handler_that_takes_its_operands():
 
 def test_every_node_says_what_it_does_and_runs_on_a_lane():
     for word in nodes.VOCABULARY.values():
-        assert word.description.endswith(".") and word.lane in (*OF_DEVICE, Lane.HOST, Lane.NONE)
+        assert word.description.endswith(".") and word.lane in (*OF_DEVICE, Lane.HOST, Lane.DISK_READ, Lane.DISK_WRITE, Lane.NONE)
 
 
 def test_an_operand_of_no_kind_is_refused():

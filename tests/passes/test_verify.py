@@ -60,9 +60,54 @@ def again(graph, node):
     return copy
 
 
-@pytest.mark.parametrize("options", [{}, {"stash": "device"}, {"prefetch": 0}, {"prefetch": 3}, {"micro_batches": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stash": "device"}, {"stash": "disk", "disk": "."}, {"prefetch": 0}, {"prefetch": 3}, {"micro_batches": 1}],
+    ids=str,
+)
 def test_programs_of_the_passes_are_legal(options):
     verify(program(**options), FACTS)
+
+
+def test_a_stored_value_has_no_other_reader():
+    """The store frees it."""
+    found = program(stash="disk", disk=".")
+    stored = pick(found.forward, nodes.store)
+    with found.forward.inserting_after(stored):
+        back = found.forward.call_function(nodes.restore, stored.args)
+    back.meta = dict(stored.meta)
+    with found.forward.inserting_after(back):
+        found.forward.call_function(nodes.release, (back,)).meta["segment"] = None
+    assert refused(found, "stored").node == stored.name
+
+
+def test_a_loaded_value_has_one_reader():
+    """Its restore frees it."""
+    found = program(stash="disk", disk=".")
+    loaded = pick(found.backward, nodes.load)
+    (restored,) = loaded.users
+    other = again(found.backward, restored)
+    with found.backward.inserting_after(other):
+        found.backward.call_function(nodes.release, (other,)).meta["segment"] = None
+    assert refused(found, "stored").node == loaded.name
+
+
+def test_a_stash_on_disk_that_is_restored_without_a_load():
+    found = program(stash="disk", disk=".")
+    loaded = pick(found.backward, nodes.load)
+    (restored,) = loaded.users
+    nodes.set_operands(restored, x=nodes.operands(loaded).x)
+    assert "on the disk, where it needs the host" in str(refused(found, "lane"))
+
+
+def test_backward_takes_from_the_host_what_forward_has_stored():
+    found = program(stash="disk", disk=".")
+    for loaded in found.backward.find_nodes(op="call_function", target=nodes.load):
+        taken = nodes.operands(loaded).x
+        loaded.replace_all_uses_with(taken)
+        found.backward.erase_node(loaded)
+        taken.meta.update(disk=False, host=True)
+    refused(found, "stash")
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

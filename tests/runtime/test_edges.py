@@ -8,6 +8,7 @@ It shows as wrong numbers or an error on a device of threads that fills freed me
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +44,7 @@ class Counted(nn.Module):
 PROGRAMS = {
     "stack": (lambda: Stack(4), {}),
     "stashes on the device": (lambda: Stack(4), {"stash": "device", "prefetch": 2}),
+    "stashes on the disk": (lambda: Stack(5), {"stash": "disk", "disk": tempfile.gettempdir()}),
     "skips": (lambda: nn.Sequential(nn.Linear(5, WIDTH), UNet(4)), {}),
     "shared, several outputs": (lambda: nn.Sequential(Shared(), nn.Linear(WIDTH, 5), TwoHeads()), {}),
     "a buffer, in_backward": (Counted, {"update": "in_backward"}),
@@ -128,6 +130,8 @@ class Trained:
     def begin_anew(self) -> None:
         session = session_of(self.step)
         session.device.recover()
+        if session.stashes_on_disk is not None:
+            session.stashes_on_disk.recover()
         session.waiting._all.clear()  # of a program that keeps None
         for _ in range(2):  # the first may raise what has failed
             try:

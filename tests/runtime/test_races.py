@@ -14,7 +14,7 @@ from l2l_compile import RaceError
 from l2l_compile.devices.cpu import CpuDevice
 from l2l_compile.devices.watched import watch
 from l2l_compile.testing.strict_device import ThreadedDevice
-from race_cases import CASES, Run, is_missed, same, slow
+from race_cases import CASES, Run, is_missed, same, slow, workers_of
 from waits import BY_NAME
 
 ELSEWHERE = {
@@ -29,11 +29,14 @@ ELSEWHERE = {
     "host.updates.without_flush.UpdatesWithoutFlush._drain: super()._drain()": "tests/ranks/test_without_flush.py",
     "runtime.runner.Runner._settle_others: other.settle()": "tests/ranks/test_without_flush.py",
     "runtime.runner.Runner.forward: engine.in_flight.drain(reason)": "tests/ranks/test_without_flush.py",
+    "runtime.stored_stashes.StashesOnDisk._read: transfer.wait()": "tests/runtime/test_stored_stashes.py",
     "runtime.executor.Executor.submit_behind_releases: self.device.lanes[lane].wait(released)": "tests/ranks/test_memory_taken_again.py",
 }
 NO_RACE = {
     "runtime.runner.Runner._meanwhile: self.engine.device.synchronize()": "raises what failed on a lane",
     "host.server.ParameterServer.collect: self._in_flight.popleft().last.wait()": "bounds the memory of gradients",
+    "runtime.stored_stashes.StashesOnDisk._free_uploaded: self._device.wait_on_host(copied)": "bounds the memory of stashes",
+    "runtime.stored_stashes.StashesOnDisk.recover: worker.settle()": "drops what failed, and has nothing of a lost step under way",
     "host.updates.overlapped.OverlappedUpdates.place: self.synchronize()": "a parameter that is replaced has waited by then",
     "host.updates.in_backward.UpdatesInBackward._watch_writes: self._drain()": "what comes behind it reads ahead for this step alone",
     "host.updates.put_off.PutOffUpdates.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
@@ -54,7 +57,7 @@ def test_the_watch_refuses_a_program_without_a_wait(case):
         with BY_NAME[name].deleted():
             try:
                 run()
-                for worker in run.session.server.workers:
+                for worker in workers_of(run.session):
                     worker.drain()  # or a lane of the host saw it, which may have come second
             except RaceError:
                 continue

@@ -58,6 +58,9 @@ class Updates:
     def expect(self, entries: int) -> None:
         """A program has a segment with so many entries of trained parameters, and none with more."""
 
+    def expect_stashes(self, size: int) -> None:
+        """A forward needs so much host memory for stashes on their way to the disk, and back."""
+
     def place(self, parameters: Sequence[Parameter]) -> None:
         """Move parameters to other memory before a forward, that may train, takes views of them."""
 

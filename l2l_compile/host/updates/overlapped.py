@@ -54,7 +54,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
         assert options.optimizer is not None  # `Options.build` requires it
         self.optimizer, self.worker = options.optimizer, worker
-        self._stored = StoredParameters(options, self.optimizer) if options.disk is not None else None
+        self._stored = StoredParameters(options, self.optimizer) if options.stores_parameters else None
         self._step = _step_of(options, wires, threads, memory, self._stored)
         if self._stored is not None and not options.delay:
             self.stored_copies = StoredCopies(self._stored.empty_copy, wires, self._stored.has_copy)
@@ -83,6 +83,10 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
     def expect(self, entries: int) -> None:
         if self._stored is not None:
             self._stored.largest_segment = max(self._stored.largest_segment, entries)
+
+    def expect_stashes(self, size: int) -> None:
+        if self._stored is not None:
+            self._stored.stash_buffers = max(self._stored.stash_buffers, size)
 
     def place(self, parameters: Sequence[Parameter]) -> None:
         if self._stored is not None:

@@ -205,7 +205,7 @@ def _share(share: float) -> str:
 
 def lane_texts(options: Options, host_computes: bool = False) -> dict[str, str]:
     """The meaning of each lane with these options. `host_computes`: the host is the device, so the caller computes."""
-    stashes = options.stash == "host"
+    stashes = options.stash != "device"
     caller = "the thread of the training loop"
     if host_computes:
         caller += ", which also computes the layers: the host is the device"

@@ -13,7 +13,7 @@ from l2l_compile.devices.labels import label_of
 from l2l_compile.estimate.device_memory import ACTIVATIONS, GRADIENTS, STASHES, WEIGHTS, StepLevels, samples
 from l2l_compile.estimate.host_memory import HostMemory
 from l2l_compile.ir import nodes
-from l2l_compile.ir.program import Program
+from l2l_compile.ir.program import LEAST_ON_DISK, Program
 from l2l_compile.lanes import OF_DEVICE, Lane
 from l2l_compile.options import Options
 from l2l_compile.simulation.machine import Machine
@@ -109,9 +109,15 @@ def _kept_on_host(
     if program.backward is None:
         return kept, {}
     backward = program.backward.graph
-    restored = {node: _bytes(node, program) for node in backward.find_nodes(op="call_function", target=nodes.restore)}
+    restores = backward.find_nodes(op="call_function", target=nodes.restore)
+    restored = {node: size for node in restores if (size := _bytes(node, program)) < LEAST_ON_DISK or not _is_loaded(node)}
     runs = backward.find_nodes(op="call_function", target=nodes.backward)
     return kept, restored | {node: each for node in runs if nodes.operands(node).restored_activations is not None}
+
+
+def _is_loaded(restore: fx.Node) -> bool:
+    """Whether a value comes from the disk."""
+    return nodes.operands(restore).x.target is nodes.load
 
 
 def _pushes(programs: Sequence[Program]) -> Iterator[tuple[Program, fx.Node, int, int]]:

@@ -28,7 +28,9 @@ blocks:
 
 def lines(text: str) -> list[str]:
     """The lines without the width of their columns."""
-    return [re.sub(r" {2,}|(?<=compute) ", "  ", line).strip() for line in text.strip().split("\n")]
+    return [
+        re.sub(r" {2,}|(?<=compute) |(?<=disk_write) |(?<=disk_read) ", "  ", line).strip() for line in text.strip().split("\n")
+    ]
 
 
 def after(step: Pass, before: str, **options) -> list[str]:
@@ -125,6 +127,33 @@ backward:
   %stash_b = stash  device  b: float32[8, 4]  128 B
   %three = backward('three', -, (%stash_b), (-))  compute  layer x 2 micro-batches
   %a = restore(%stash_a)  h2d  a: float32[8, 4]  128 B
+  %two = backward('two', -, (%a), (-))  compute  layer x 2 micro-batches
+  return (-)""")
+
+
+def test_a_stash_goes_on_from_the_host_to_the_disk():
+    """It is read before each copy to the device."""
+    assert after(PlaceStash(), KEPT, stash="disk", disk=".", prefetch=0) == lines("""
+forward:
+  %x = input  host  x: float32[8, 4]  128 B
+  %r = restore(%x)  h2d  x: float32[8, 4]  128 B
+  %one = forward('one', -, (%r))  compute  layer x 2 micro-batches
+  %a = %one[0]  none  a: float32[8, 4]  128 B
+  %keep_a = offload(%a)  d2h  a: float32[8, 4]  128 B
+  %store = store(%keep_a)  disk_write  a: float32[8, 4]  128 B
+  %two = forward('two', -, (%a))  compute  layer x 2 micro-batches
+  %b = %two[0]  none  b: float32[8, 4]  128 B
+  %three = forward('three', -, (%b))  compute  layer x 2 micro-batches
+  %keep_b = stash(%b)  none  b: float32[8, 4]  128 B
+  return ((-), (%x, %store, %keep_b), ())
+
+backward:
+  %stash_x = stash  host  x: float32[8, 4]  128 B
+  %stash_a = stash  disk  a: float32[8, 4]  128 B
+  %stash_b = stash  device  b: float32[8, 4]  128 B
+  %three = backward('three', -, (%stash_b), (-))  compute  layer x 2 micro-batches
+  %load = load(%stash_a)  disk_read  a: float32[8, 4]  128 B
+  %a = restore(%load)  h2d  a: float32[8, 4]  128 B
   %two = backward('two', -, (%a), (-))  compute  layer x 2 micro-batches
   return (-)""")
 
