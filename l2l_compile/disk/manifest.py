@@ -1,6 +1,6 @@
 """The manifest of a store: what the last complete step consists of. It is replaced as a whole, or not at all.
 
-    l2l-store manifest 1\\n
+    l2l-store manifest 2\\n
     SHA-256 of the rest, in hexadecimal digits\\n
     torch.save of plain values and small tensors, read with `weights_only=True`: no code in it runs
 
@@ -23,7 +23,7 @@ from l2l_compile.units import format_bytes
 
 _NAME = "l2l-store.manifest"
 _MAGIC = b"l2l-store manifest "
-_FORMAT = b"1"
+_FORMAT = b"2"
 
 
 def path_of_manifest(folder: str) -> str:

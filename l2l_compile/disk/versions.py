@@ -1,4 +1,4 @@
-"""A store whose last complete step outlives the process: each tensor has two places in a file with a name.
+"""A store whose last complete step outlives the process: each tensor has two places in a file with a name, or in one of each folder.
 
     place in the last manifest      read by whoever resumes; no update writes it
     the other place                 written by the next update; the tensor is mapped there when all of it has landed
@@ -9,8 +9,6 @@ wait for it: they go to the places that only the manifest before it names.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
 import uuid
@@ -20,26 +18,21 @@ from typing import Any
 
 import torch
 
-from l2l_compile.disk.disk_file import PAGE, PROBED, RESUMES
+from l2l_compile.disk.disk_file import RESUMES
 from l2l_compile.disk.disk_store import DiskStore, StoredRange
-from l2l_compile.disk.disk_threads import DiskThreads, Transfer
+from l2l_compile.disk.disk_threads import Block, DiskThreads, Transfer
 from l2l_compile.disk.folder_lock import FolderLock
-from l2l_compile.disk.manifest import path_of_manifest, read_manifest, write_manifest
+from l2l_compile.disk.manifest import read_manifest, write_manifest
+from l2l_compile.disk.mapped_parts import Addresses
+from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, check_parts, remove_parts
+from l2l_compile.disk.striped_file import Extent, StripedFile
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import taken
-from l2l_compile.units import format_bytes
-
-DATA = "l2l-store.bin"
-_MAP_FIXED = 0x10
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 @dataclass(frozen=True)
 class TwoPlaces:
-    """Where a manifest finds a tensor: two places of `size` bytes from byte `start` of the file on; the tensor is in number `newest`."""
+    """Where a manifest finds a tensor: `size` bytes from byte `start` of the file on, which are there twice; the newest in place `newest`."""
 
     start: int
     size: int
@@ -47,7 +40,7 @@ class TwoPlaces:
 
 
 class VersionedRange(StoredRange):
-    """Two places of one tensor, `size` bytes each, one behind the other.
+    """Two places of one tensor, `size` bytes each.
 
     newest     the number of the place that the tensor is mapped to
     committed  the number of the place that the last manifest names; None if it has no place of this tensor
@@ -63,23 +56,31 @@ class VersionedRange(StoredRange):
     def place(self) -> TwoPlaces:
         return TwoPlaces(self.start, self.size, self.newest)
 
-    def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
+    def read(self, buffer: memoryview, start: int) -> None:
+        at = 0
+        for place, size in self._pieces(start, len(buffer)):
+            self.store.file.read(buffer[at : at + size], self.start + start + at, place)
+            at += size
+
+    def write(self, buffer: memoryview, start: int) -> None:
+        with self._guard:
+            place = self._target
+        self.store.file.write(buffer, self.start + start, place)
+
+    def _pieces(self, start: int, size: int) -> list[tuple[int, int]]:
+        """In which places the newest bytes from `start` on are, one piece behind the other, and the bytes of each piece."""
         with self._guard:
             found, at, end = [], start, start + size
             for first, last in sorted(self._parts):
                 first, last = max(first, at), min(last, end)
                 if first < last:
                     if at < first:
-                        found.append((self._offset(self.newest) + at, first - at))
-                    found.append((self._offset(1 - self.newest) + first, last - first))
+                        found.append((self.newest, first - at))
+                    found.append((1 - self.newest, last - first))
                     at = last
             if at < end:
-                found.append((self._offset(self.newest) + at, end - at))
+                found.append((self.newest, end - at))
             return found
-
-    def offset_to_write(self, start: int) -> int:
-        with self._guard:
-            return self._offset(self._target) + start
 
     def landed(self, start: int, size: int) -> None:
         with self._guard:
@@ -93,23 +94,15 @@ class VersionedRange(StoredRange):
 
     def show(self) -> None:
         """Map the tensor to its newest place. Its address stays the same. Raises `DiskError`."""
-        if not self.is_alive:
-            return
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        file, offset = self.store.file, self._offset(self.newest)
-        found = _libc.mmap(self._address, self.size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.descriptor, offset)
-        if found == _MAP_FAILED:
-            raise DiskError(
-                f"{file.folder}: {os.strerror(ctypes.get_errno())} while {self.size} bytes at byte {offset} were mapped: raise vm.max_map_count "
-                f"above the number of tensors. {RESUMES}"
-            )
+        if self.is_alive:
+            self.store.file.show(self._address, self.start, self.size, self.newest)
 
     def check_whole(self) -> None:
         """Raise `DiskError` if a step has written some bytes of the tensor and not all."""
         if self._parts:
             raise DiskError(
-                f"{self.store.file.folder}: a step has written {_covered(self._parts)} of {self.size} bytes of a tensor, and is no complete step. "
-                f"{RESUMES}"
+                f"{self.store.file.folders[0]}: a step has written {_covered(self._parts)} of {self.size} bytes of a tensor, and is no complete "
+                f"step. {RESUMES}"
             )
 
     def commit(self) -> None:
@@ -120,9 +113,6 @@ class VersionedRange(StoredRange):
     @property
     def _target(self) -> int:
         return 1 - self.newest if self.newest == self.committed else self.newest
-
-    def _offset(self, number: int) -> int:
-        return self.start + number * self.size
 
 
 def _covered(parts: Sequence[tuple[int, int]]) -> int:
@@ -135,51 +125,44 @@ def _covered(parts: Sequence[tuple[int, int]]) -> int:
 
 
 class VersionedStore(DiskStore):
-    """A file of tensors that has a name, with two places for each, and the manifest of the last complete step beside it.
+    """A file of tensors that has a name, with two places for each, and the manifest of the last complete step in the first folder.
 
     manifest  what the last process has left, None for a run that begins; `contents` is what it has handed to `begin_commit`
     """
 
-    def __init__(self, folder: str):
-        self._lock = FolderLock(folder)
-        self.manifest = read_manifest(folder)
-        path = os.path.join(folder, DATA)
+    def __init__(self, *folders: str):
+        self._locks = [FolderLock(folder) for folder in folders]
+        self.manifest = read_manifest(folders[0])
         if self.manifest is None:
-            _remove(path)  # of a run that has ended before its first commit
-        elif not os.path.exists(path):
-            raise _not_of(folder, "is missing")
-        super().__init__(folder, DATA)
+            remove_parts(folders)  # of a run that has ended before its first commit
+        else:
+            check_parts(folders, self.manifest)
+        super().__init__(*folders)
         self._committer = DiskThreads(1, "disk-commit")
         self._commit: Transfer | None = None  # the one that was begun last
-        self._pairs: dict[int, int] = {}  # all pairs of places: where each begins, and the bytes of one
+        self._bytes: dict[int, int] = {}  # of each place, by where it begins
         if self.manifest is None:
             self._id = uuid.uuid4().bytes
-            self.file.extend(PROBED + PAGE)
-            self.file.write(_page(self._id), PROBED)
-            self._used = PROBED + PAGE
+            for number, file in enumerate(self.file.files):
+                PartOfRun(self._id, number, folders[0]).write(file)
         else:
-            self._open(self.manifest)
+            self._go_on(self.manifest)
+
+    def _opened(self, folders: Sequence[str]) -> StripedFile:
+        return StripedFile(folders, DATA, places=2, header=HEADER)
 
     @property
     def contents(self) -> Any:
         return None if self.manifest is None else self.manifest["contents"]
 
-    def _open(self, manifest: dict[str, Any]) -> None:
-        """Go on with the file that a manifest is of. Raises `DiskError` for another one."""
-        if self.file.size < manifest["size"]:
-            raise _not_of(self.file.folder, f"has {format_bytes(self.file.size)} in place of {format_bytes(manifest['size'])}")
-        page = _page(b"")
-        self.file.read(page, PROBED)
-        self._id = bytes(page[:16])
-        if self._id.hex() != manifest["id"]:
-            raise _not_of(self.file.folder, "is of another run")
+    def _go_on(self, manifest: dict[str, Any]) -> None:
+        """Go on with the files that a manifest is of."""
+        self._id = bytes.fromhex(manifest["id"])
+        self.file.restore([Extent(*each) for each in manifest["extents"]])
         self._used = manifest["used"]
-        self._pairs = {start: size for start, size, *_ in (*manifest["free"], *manifest["places"])}
+        self._bytes = {start: size for start, size, *_ in (*manifest["free"], *manifest["places"])}
         for start, size in manifest["free"]:
             self._free[size].append(start)
-
-    def reserve(self, size: int, remedy: str = "") -> None:
-        super().reserve(2 * size, remedy)
 
     def again(self, place: TwoPlaces, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The tensor that the last manifest has at a place. Reads nothing of it."""
@@ -195,17 +178,18 @@ class VersionedStore(DiskStore):
         found.show()
         return tensor
 
-    def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
-        """One mapping of the whole file: a run that is resumed maps tensors in another order than they were allocated in."""
-        return super()._mapping(0, end)
+    def _memory_of(self, found: StoredRange) -> tuple[Addresses, int]:
+        """Each tensor has its own, where it is shown in the one place and in the other."""
+        return self.file.addresses(found.size), 0
+
+    def _new_place(self, size: int) -> int:
+        start = super()._new_place(size)
+        self._bytes[start] = size
+        return start
 
     def _place(self, size: int) -> int:
-        """Two free places. Those of a tensor that is gone are free in the commit of the next step."""
-        if self._free[size]:
-            return self._free[size].pop()
-        start = self._new_place(2 * size)
-        self._pairs[start] = size
-        return start
+        """Those of a tensor that is gone are free in the commit of the next step."""
+        return self._free[size].pop() if self._free[size] else self._new_place(size)
 
     def before_writes(self) -> Callable[[], None]:
         """Wait for the commit of the step before. If it has failed, write nothing: the last manifest still holds."""
@@ -225,7 +209,9 @@ class VersionedStore(DiskStore):
         """
         with self._guard:
             self._free_what_is_gone({each.start for each in ranges})
-            pairs, used = dict(self._pairs), self._used
+            sizes, used = dict(self._bytes), self._used
+            extents = [tuple(extent) for extent in self.file.extents]
+            end = self.file.end
         pending = self._writers.under_way
 
         def commit() -> None:
@@ -238,12 +224,14 @@ class VersionedStore(DiskStore):
             self.file.sync()
             named = {place.start for place in places}
             size = write_manifest(
-                self.file.folder,
+                self.file.folders[0],
                 {
                     "id": self._id.hex(),
-                    "size": self.file.size,
+                    "folders": [os.path.abspath(folder) for folder in self.file.folders],
+                    "extents": extents,
+                    "end": end,
                     "used": used,
-                    "free": [(start, size) for start, size in pairs.items() if start not in named],
+                    "free": [(start, size) for start, size in sizes.items() if start not in named],
                     "places": [(place.start, place.size, place.newest) for place in places],
                     "contents": contents(places),
                 },
@@ -253,7 +241,7 @@ class VersionedStore(DiskStore):
             with self._guard:
                 self.written_bytes += size
 
-        self._commit = self._committer.submit([commit], then=self._note_commit)
+        self._commit = self._committer.submit([Block(commit)], then=self._note_commit)
 
     def _free_what_is_gone(self, named: Container[int]) -> None:
         """Free the places of tensors that are gone, but for those that the next manifest names.
@@ -274,26 +262,3 @@ class VersionedStore(DiskStore):
 
     def _note_commit(self, transfer: Transfer) -> None:
         self._note(transfer, ())
-
-
-def _page(content: bytes) -> memoryview:
-    page = mmap.mmap(-1, PAGE)
-    page[: len(content)] = content
-    return memoryview(page)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise DiskError(
-            f"{path}: {error.strerror or error} while the file of a run without a complete step was removed"
-        ) from error
-
-
-def _not_of(folder: str, found: str) -> DiskError:
-    return DiskError(
-        f"{folder}: {DATA} {found}, so {path_of_manifest(folder)} is not of it: put back both files, or remove all files l2l-store.* to begin anew"
-    )

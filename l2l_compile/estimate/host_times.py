@@ -473,6 +473,7 @@ class DiskTimes:
     """
 
     def __init__(self, clocks: Clocks, plan: DiskPlan, options: Options):
+        clocks.disks = plan.disks
         self.ring = DiskRing(clocks, plan.buffer, fetched=fetched_beside_updates(plan, options))
         self._left: defaultdict[int, deque[OnDisk]] = defaultdict(deque)  # by the bytes of a master
         placed = plan.placement

@@ -44,6 +44,7 @@ class DiskPlan:
     masters, states, copies   of each, on disk
     places       that masters and states have in the file
     in_pieces    the parameters whose first step is taken in pieces
+    disks        folders over which all is striped
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -57,6 +58,7 @@ class DiskPlan:
     copies: int = 0
     places: int = 1
     in_pieces: frozenset[torch.nn.Parameter] = frozenset()
+    disks: int = 1
 
     @property
     def ring(self) -> int:
@@ -125,7 +127,8 @@ def disk_plan(options: Options, largest: int) -> DiskPlan:
     masters = sum(one.master for one, away in zip(sizes, placed.masters, strict=True) if away)
     stored = sum(one.copy for one, away in zip(sizes, placed.copies, strict=True) if away)
     states, places = placed.on_disk - masters - stored, 2 if options.resumable else 1
-    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places, in_pieces)
+    disks = len(options.disk or ("",))
+    return DiskPlan(tuple(own), tuple(sizes), placed, budget, beside, buffer, masters, states, stored, places, in_pieces, disks)
 
 
 def _check_part_is_known(parameters: Sequence[torch.nn.Parameter]) -> None:

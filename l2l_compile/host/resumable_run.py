@@ -12,7 +12,7 @@ A kill at any time leaves the last manifest, and the file as it names it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,16 @@ class Resumed:
 
 
 class ResumableRun:
-    """The run of one optimizer in a folder.
+    """The run of one optimizer in a folder, or striped over several.
 
+    folder   the first one, which has the manifest
     resumed  where it continues
     steps    complete steps so far
     is_over  whether a step is over that was not committed
     """
 
-    def __init__(self, folder: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None):
-        self.folder, self.store = folder, VersionedStore(folder)
+    def __init__(self, folders: Sequence[str], optimizer: torch.optim.Optimizer, model: torch.nn.Module | None):
+        self.folder, self.store = folders[0], VersionedStore(*folders)
         self._optimizer, self._model = weakref.ref(optimizer), weakref.ref(model) if model is not None else None
         self._names = _names_in(optimizer, model)
         self._trained: set[Parameter] = set()  # up to now
@@ -57,7 +58,7 @@ class ResumableRun:
         self._as_built = {name: (weakref.ref(b), b._version) for name, b in buffers.items()}
         contents = self.store.contents
         if contents is not None:
-            check_fits(folder, contents, optimizer, self._names, buffers)
+            check_fits(self.folder, contents, optimizer, self._names, buffers)
             put_back(self.store, contents, optimizer, buffers)
             entries = zip(contents["parameters"], parameters_of(optimizer), strict=True)
             self._trained = {p for entry, p in entries if entry["value"][1] is not None}

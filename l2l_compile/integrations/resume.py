@@ -17,7 +17,7 @@ from l2l_compile.session import session_of
 
 @whole("resume()")
 def resume(compiled: Any) -> Resumed:
-    """Continue the run in the folder of the option `disk` from its last complete step; begin one if the folder has none.
+    """Continue the run in the folder, or the folders, of the option `disk` from its last complete step; begin one if there is none.
 
     Call it once, behind `torch.compile(model, backend="l2l", options={..., "resumable": True})` and before the first forward, with the
     model and the optimizer built as they were in the killed process. Afterwards parameters, buffers, the optimizer's state and its
@@ -30,7 +30,7 @@ def resume(compiled: Any) -> Resumed:
     check()
     session = session_of(compiled)  # raises for what is not compiled
     options = Options.build(adapter.options_of(compiled))
-    options.check_folder()
+    options.check_folders()
     if not options.resumable:
         raise OptionError("resume() is for a model that is compiled with the options 'disk' and resumable=True")
     assert options.optimizer is not None and options.disk is not None, "`Options.build` requires it"
