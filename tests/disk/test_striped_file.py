@@ -180,8 +180,10 @@ def test_a_folder_that_cannot_be_opened_is_named(folders):
         DiskStore(*folders)
 
 
-def test_no_transfer_is_longer_than_a_block(folders):
-    store = DiskStore(*folders)
+@pytest.mark.parametrize("count", [1, None])
+def test_no_transfer_is_longer_than_a_block(count, folders):
+    """Also in one folder, where a stripe is all that was allocated together."""
+    store = DiskStore(*folders[:count])
     store.reserve(600 * MIB)
     blocks = list(store.file.blocks(3 * PAGE, 300 * MIB))
     assert max(size for _, _, size in blocks) == BLOCK and sum(size for _, _, size in blocks) == 300 * MIB
