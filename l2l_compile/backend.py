@@ -62,7 +62,7 @@ def _options(options: Mapping[str, Any] | None = None, mode: str | None = None) 
     if mode is not None:
         raise OptionError(f"backend 'l2l' has no modes (got mode={mode!r}); use options={{...}} instead")
     built = Options.build(options)
-    built.check_folder()
+    built.check_folders()
     return built
 
 

@@ -72,8 +72,8 @@ class Options:
     batch_scope     what the batch of a call is, if the model is sharded over ranks (`l2l_compile.shard`). "per_rank": each
                     rank's own, and gradients are the mean over the ranks. "global": a rank's rows of one batch of all ranks.
     disk            a folder for parameters and optimizer state that do not fit into `host_memory` (in_backward and in_forward), and
-                    for the inputs of layers with stash="disk". The files have no names, and are gone with the process. Each rank
-                    has files of its own.
+                    for the inputs of layers with stash="disk"; or several, on different disks, over which they are striped. The
+                    files have no names, and are gone with the process. Each rank has files of its own.
     resumable       whether the file in `disk` outlives the process, with the last complete step: `l2l_compile.resume` continues from it after a
                     kill. All large parameters and their state are on disk then, each in two places.
     host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
@@ -102,7 +102,7 @@ class Options:
     compile_update: bool = True
     pinned_memory: int | None = None
     batch_scope: str = "per_rank"
-    disk: str | None = None
+    disk: tuple[str, ...] | None = None
     resumable: bool = False
     host_memory: int | None = None
     device_cache: int | None = None
@@ -131,10 +131,11 @@ class Options:
         """Whether forward may keep what it computes inside of layers."""
         return self.keep != 0 or self.keep_on_host != 0
 
-    def check_folder(self) -> None:
-        """Raise `OptionError` if the folder of the option `disk` does not exist: on this host, where a program is to run."""
-        if self.disk is not None and not os.path.isdir(self.disk):
-            raise OptionError(f"option 'disk' must be a folder that exists, got {self.disk!r}: make it, or give another one")
+    def check_folders(self) -> None:
+        """Raise `OptionError` if a folder of the option `disk` does not exist: on this host, where a program is to run."""
+        for folder in self.disk or ():
+            if not os.path.isdir(folder):
+                raise OptionError(f"option 'disk' must be a folder that exists, got {folder!r}: make it, or give another one")
 
     def check_decided(self, what: str) -> None:
         """Raise `OptionError` if the first training step has still to decide on options. `what` is that which needs them."""
@@ -193,7 +194,7 @@ class Options:
             settings[name] = _bytes(settings, name, 0, AUTO) or 0
         settings["resident"] = _bytes(settings, "resident", 0)
         settings["host_memory"] = _bytes(settings, "host_memory", _LEAST_PINNED)
-        settings["disk"] = _folder(settings)
+        settings["disk"] = folders_of(settings["disk"], "option 'disk'") if settings.get("disk") is not None else None
         settings["device"] = _device(settings.get("device"))
         settings["schedule"] = _schedule(settings.get("schedule", _SCHEDULES[0]))
         _check_turns(settings)
@@ -379,13 +380,19 @@ def _passes(value: Any) -> tuple[Any, ...]:
     return found
 
 
-def _folder(settings: dict) -> str | None:
-    value = settings.get("disk")
-    if value is None:
-        return None
-    if not isinstance(value, (str, Path)):
-        raise OptionError(f"option 'disk' must be a folder, got {value!r}")
-    return str(value)
+def folders_of(value: Any, what: str) -> tuple[str, ...]:
+    """A folder, or several of which none is there twice. Raises `OptionError`, which says `what` it is."""
+    given = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not given or not all(isinstance(each, (str, Path)) for each in given):
+        raise OptionError(f"{what} must be a folder or a list of folders, got {value!r}")
+    folders = tuple(map(str, given))
+    places = [os.path.realpath(folder) for folder in folders]
+    for number, place in enumerate(places):
+        if place in places[:number]:
+            raise OptionError(
+                f"{what} has {folders[places.index(place)]!r} twice, the second time as {folders[number]!r}: give it one folder on each disk"
+            )
+    return folders
 
 
 def _check_disk(settings: dict) -> None:

@@ -7,12 +7,12 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from l2l_compile.disk import disk_store
+from l2l_compile.disk import striped_file
 from l2l_compile.disk.disk_file import PAGE, DiskFile
 
 
@@ -85,9 +85,11 @@ class SlowFile(DiskFile):
 
 
 @contextlib.contextmanager
-def slow_disk(faults: Faults) -> Iterator[Faults]:
-    """Context manager in which stores are on such a disk."""
-    with mock.patch.object(disk_store, "DiskFile", lambda folder, name=None: SlowFile(folder, name, faults)):
+def slow_disk(faults: Faults, others: Mapping[object, Faults] | None = None) -> Iterator[Faults]:
+    """Context manager in which stores are on such a disk, and in some folders on `others`."""
+    of_folder = {str(folder): each for folder, each in (others or {}).items()}
+    opened = lambda folder, name: SlowFile(folder, name, of_folder.get(folder, faults))  # noqa: E731 - a short one
+    with mock.patch.object(striped_file, "DiskFile", opened):
         yield faults
 
 

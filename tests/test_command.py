@@ -474,6 +474,36 @@ def test_explain_and_simulate_count_the_disk(config, with_disk, capsys):
     assert "reads of parameters and optimizer state from the disk" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_disk_that_is_given_twice_is_two_disks(config, with_disk, capsys):
+    """Their rates add up, and both are in the options."""
+    wide = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    asked = [
+        wide,
+        "--machine",
+        with_disk(4e9, 260e6),
+        "--batch",
+        "4",
+        "--length",
+        "16",
+        "--update",
+        "in_backward",
+        "--disk",
+        "/d",
+    ]
+    seconds = []
+    for more in ([], ["--disk", "/e"]):
+        assert main(["simulate", *asked, *more]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        seconds.append(float(re.search(r"disk_write +([\d.]+) s", printed)[1]))
+    assert seconds[1] == pytest.approx(seconds[0] / 2, rel=0.02)
+    assert main(["explain", *asked, "--disk", "/e"]) == 0
+    assert "striped over 2 folders" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", *asked[:3], "--rows", "4", "--length", "16", "--disk", "/d", "--disk", "/e"]) == 0
+    assert '"disk": ["/d", "/e"],' in capsys.readouterr().out
+    assert main(["explain", *asked, "--disk", "/d"]) == 2
+    assert "option 'disk' has '/d' twice" in capsys.readouterr().err
+
+
 def test_plan_without_rows_says_how_many_fit(config, small_machine, capsys):
     machine = small_machine(1e6, 1e9)
     status, printed = plan_of(config, capsys, "--machine", machine, rows=None)

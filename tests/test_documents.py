@@ -413,6 +413,21 @@ def test_the_lines_on_versions_keep_the_last_three(shown, tmp_path):
     assert begun("step-4")["run"].steps == 4
 
 
+@checks("docs/disk.md: Several disks")
+@pytest.mark.filterwarnings("ignore:.*are on one device")
+def test_the_lines_on_several_disks_train(shown, tmp_path):
+    (block,) = shown
+    model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 512), torch.nn.Linear(512, 1))
+    scope = {"torch": torch, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    for name in ("0", "1"):
+        (tmp_path / name).mkdir()
+    run(block.text.replace("/nvme", f"{tmp_path}/").replace("24GB", "13.2MiB"), scope)
+    scope["model"](torch.ones(4, 8)).sum().backward()
+    scope["optimizer"].step()
+    stored = session.session_of(scope["model"]).server.updates._stored
+    assert stored.store.file.folders == (f"{tmp_path}/0", f"{tmp_path}/1") and stored.plan.states == 2 * 512 * 512 * 4
+
+
 @checks("docs/disk.md: Several ranks")
 def test_the_lines_on_disks_of_ranks_keep_a_half_each(shown, tmp_path):
     from torch.distributed.device_mesh import init_device_mesh

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 import l2l_compile
-from l2l_compile.disk import disk_store
+from l2l_compile.disk import striped_file
 from l2l_compile.disk.disk_file import DiskFile
 from l2l_compile.host.disk_plan import disk_plan
 from l2l_compile.options import Options
@@ -46,9 +46,9 @@ class SlowedFile(DiskFile):
 
     rate: float | None = None
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, name: str | None):
         self._until, self._guard = {}, threading.Lock()
-        super().__init__(folder)
+        super().__init__(folder, name)
 
     def _preadv(self, buffer: memoryview, offset: int) -> int:
         self._wait("read", len(buffer))
@@ -97,11 +97,11 @@ class Training:
 @contextlib.contextmanager
 def slowed() -> Iterator[None]:
     """Context manager in which stores are on a disk that can be slowed."""
-    before, disk_store.DiskFile = disk_store.DiskFile, SlowedFile
+    before, striped_file.DiskFile = striped_file.DiskFile, SlowedFile
     try:
         yield
     finally:
-        disk_store.DiskFile = before
+        striped_file.DiskFile = before
 
 
 def processor_seconds() -> tuple[float, float]:

@@ -173,11 +173,22 @@ def _add_options(group: Any, decided: Collection[str]) -> None:
     )
     add(
         "disk",
-        "a folder of the machine for parameters and optimizer state that do not fit into 0.8 of the host's memory",
+        "a folder of the machine for parameters and optimizer state that do not fit into 0.8 of the host's memory; several times for disks "
+        "whose rates add up",
         metavar="FOLDER",
+        action=_OneOrSeveral,
     )
     if not decided:
         add("pinned_memory", "the most host memory that is page-locked, such as 8GB", metavar="SIZE")
+
+
+class _OneOrSeveral(argparse.Action):
+    """The value of a flag; a tuple of all, if it is given several times."""
+
+    def __call__(self, parser: Any, given: argparse.Namespace, value: Any, flag: str | None = None) -> None:
+        before = getattr(given, self.dest)
+        earlier = before if isinstance(before, tuple) else () if before is None else (before,)
+        setattr(given, self.dest, (*earlier, value) if earlier else value)
 
 
 def _size(text: str) -> float:

@@ -68,7 +68,7 @@ class Settings:
     outputs: str = "loss"
     pinned_memory: str | None = None
     schedule: str = "breadth_first"
-    disk: str | None = None
+    disk: str | tuple[str, ...] | None = None
 
     def options(self, workload: Workload) -> dict[str, Any]:
         """The options of the backend. Raises `OptionError` for values that do not go together."""
@@ -95,7 +95,8 @@ class Settings:
     def flags(self, other: Settings) -> str:
         """The flags that make these settings of others: "--micro-batches 8 --prefetch 0"."""
         changed = {name: value for name, value in vars(self).items() if value != getattr(other, name)}
-        flags = ((f"--{name.replace('_', '-')}", value) for name, value in changed.items())
+        several = ((name, value if isinstance(value, tuple) else (value,)) for name, value in changed.items())
+        flags = ((f"--{name.replace('_', '-')}", value) for name, values in several for value in values)
         return " ".join(f"without {flag}" if value is None else f"{flag} {value}" for flag, value in flags)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from l2l_compile.disk.disk_store import BLOCK
 from l2l_compile.disk.stored_entries import read_in_order
+from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.in_place import PAGE
 from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import PinnedMemory

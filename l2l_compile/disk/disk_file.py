@@ -87,6 +87,13 @@ class DiskFile:
         """Write a buffer of whole pages. Raises `DiskError`."""
         self._transfer(self._pwritev, buffer, offset, "written")
 
+    def not_mapped(self, error: OSError, offset: int, size: int) -> DiskError:
+        """The error of a mapping that failed."""
+        return DiskError(
+            f"{self.folder}: {error.strerror} while {size} bytes at byte {offset} were mapped: raise vm.max_map_count above the number of "
+            f"tensors. {self.remedy}"
+        )
+
     def sync(self) -> None:
         """Return when all bytes that were written, also into mappings, are on the device (`fdatasync`). Raises `DiskError`."""
         try:

@@ -1,4 +1,4 @@
-"""Tensors in a file. Each is an ordinary tensor over a mapping of its own, and moves by transfers that pass the mapping by.
+"""Tensors in a file, or striped over several. Each is an ordinary tensor over a mapping of its own, and moves by transfers past it.
 
     reader of the tensor    the mapping: `state_dict()`, `torch.save` and a user's own code work as ever, at the disk's speed
     update                  read(spans, buffer) -> compute in the buffer -> write(spans, buffer)
@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.disk.disk_file import DiskFile, whole_pages
-from l2l_compile.disk.disk_threads import DiskThreads, Transfer
+from l2l_compile.disk.disk_file import whole_pages
+from l2l_compile.disk.disk_threads import Block, DiskThreads, Transfer
+from l2l_compile.disk.mapped_parts import Addresses
+from l2l_compile.disk.striped_file import StripedFile
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import taken
 from l2l_compile.ranks.sharded import is_sharded
 
-BLOCK = 8 << 20  # bytes of one transfer: with smaller ones, a disk is as fast, and the processor busier
-_THREADS = 2  # each way
+_THREADS = 2  # each way, of each folder
 _STORED = "_l2l_stored"  # an attribute of storages: it is gone with the storage
 
 
@@ -36,10 +36,12 @@ class StoredRange:
     start, size  in bytes, whole pages: `start` of the place in the file
     writes       transfers into the range that are under way, with the bytes that they write: from, to
     sources      what each of them writes from: spans, and the buffer that they are in
+    memory       to which the range is mapped: it stays as long as the range
     """
 
     def __init__(self, store: DiskStore, start: int, size: int):
         self.store, self.start, self.size = store, start, size
+        self.memory: Addresses | None = None
         self.writes: dict[Transfer, tuple[int, int]] = {}
         self.sources: dict[Transfer, tuple[Sequence[StoredSpan], torch.Tensor]] = {}
         self._storage: weakref.ref[torch.UntypedStorage] | None = None
@@ -50,13 +52,17 @@ class StoredRange:
         """Whether a tensor is still there."""
         return self._storage is not None and self._storage() is not None
 
-    def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
-        """Where in the file the newest bytes from `start` on are: offsets in the file, and bytes (any thread)."""
-        return [(self.start + start, size)]
+    def read(self, buffer: memoryview, start: int) -> None:
+        """Read the newest bytes from `start` on into a buffer of whole pages (any thread). Raises `DiskError`."""
+        self.store.file.read(buffer, self.start + start)
 
-    def offset_to_write(self, start: int) -> int:
-        """Where in the file byte `start` is written (disk threads)."""
-        return self.start + start
+    def write(self, buffer: memoryview, start: int) -> None:
+        """Write a buffer of whole pages, whose first byte is byte `start` (disk threads). Raises `DiskError`."""
+        self.store.file.write(buffer, self.start + start)
+
+    def blocks(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Bytes from `start` on in transfers: as `StripedFile.blocks`."""
+        return self.store.file.blocks(self.start + start, size)
 
     def landed(self, start: int, size: int) -> None:
         """A write of `size` bytes from `start` on is done: they are the newest (a disk thread)."""
@@ -108,7 +114,7 @@ class StoredSpan:
 
 
 class DiskStore:
-    """A file of tensors in a folder, and the threads that read and write it.
+    """A file of tensors, striped over folders if there are several, and the threads that read and write it.
 
     `failed` is called with the error of the first transfer that fails (a disk thread).
 
@@ -116,18 +122,20 @@ class DiskStore:
     read_bytes, written_bytes  bytes that transfers have moved so far
     """
 
-    def __init__(self, folder: str, name: str | None = None, failed: Callable[[DiskError], object] = lambda _: None):
+    def __init__(self, *folders: str, failed: Callable[[DiskError], object] = lambda _: None):
         self._failed = failed
-        self.file = DiskFile(folder) if name is None else DiskFile(folder, name)
-        self.file.probe()
-        self._readers, self._writers = DiskThreads(_THREADS, "disk-read"), DiskThreads(_THREADS, "disk-write")
+        self.file = self._opened(folders)
+        self._readers, self._writers = (DiskThreads(_THREADS, f"disk-{way}", len(folders)) for way in ("read", "write"))
         self._used = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # by size, where ranges of tensors that are gone begin
         self._freed: deque[tuple[Sequence[int], int]] = deque()  # noted by finalizers: where places begin, and the bytes of one
-        self._mappings: list[tuple[int, int, mmap.mmap]] = []  # from, to
+        self._mappings: list[tuple[int, int, Addresses]] = []  # from, to
         self.guard = threading.RLock()
         self._failure: str | None = None  # an error would keep its traceback alive, and with it the model
         self.read_bytes = self.written_bytes = 0
+
+    def _opened(self, folders: Sequence[str]) -> StripedFile:
+        return StripedFile(folders)
 
     def reserve(self, size: int, remedy: str = "") -> None:
         """Allocate `size` bytes beside those that are in use. Raises `DiskError`, with one more remedy, if there is no room."""
@@ -161,8 +169,8 @@ class DiskStore:
 
     def _held(self, shape: torch.Size, dtype: torch.dtype, found: StoredRange) -> torch.Tensor:
         """A tensor that is mapped from a range, and has it as its own."""
-        mapped, mapping = self._mapping(found.start, found.start + found.size)
-        tensor = torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=found.start - mapped).view(shape)
+        found.memory, begin = self._memory_of(found)
+        tensor = torch.frombuffer(found.memory, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
         found.hold(tensor, self._freed)
         return tensor
 
@@ -177,17 +185,14 @@ class DiskStore:
         start, self._used = self._used, self._used + size
         return start
 
-    def _mapping(self, start: int, end: int) -> tuple[int, mmap.mmap]:
-        """A mapping with the bytes from `start` to `end`, and where it begins. One maps all that was allocated together.
-
-        A mapping takes a file descriptor, of which a process has a thousand: fewer than a large model has tensors.
-        """
-        for first, last, mapping in self._mappings:
-            if first <= start and end <= last:
-                return first, mapping
-        mapping = mmap.mmap(self.file.descriptor, self.file.size - start, offset=start)
-        self._mappings.append((start, self.file.size, mapping))
-        return start, mapping
+    def _memory_of(self, found: StoredRange) -> tuple[Addresses, int]:
+        """Memory that shows a range, and where in it the range begins. One mapping shows all that was allocated together."""
+        for first, last, memory in self._mappings:
+            if first <= found.start and found.start + found.size <= last:
+                return memory, found.start - first
+        memory = self.file.mapped(found.start, self.file.size - found.start)
+        self._mappings.append((found.start, self.file.size, memory))
+        return memory, 0
 
     def count_read(self, size: int) -> None:
         """Count bytes that are read (any thread)."""
@@ -210,10 +215,7 @@ class DiskStore:
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             span.range.await_writes(span.start + offset, span.start + offset + size)
-            at = span.at + offset
-            for place, part in span.range.pieces(span.start + offset, size):
-                span.range.store.file.read(memory_at(buffer, at, part), place)
-                at += part
+            span.range.read(memory_at(buffer, span.at + offset, size), span.start + offset)
 
         def done(transfer: Transfer) -> None:
             self._note(transfer, spans)
@@ -233,8 +235,7 @@ class DiskStore:
         def block(span: StoredSpan, offset: int, size: int) -> None:
             for wait in awaited:
                 wait()
-            place = span.range.offset_to_write(span.start + offset)
-            span.range.store.file.write(memory_at(buffer, span.at + offset, size), place)
+            span.range.write(memory_at(buffer, span.at + offset, size), span.start + offset)
 
         def begin(transfer: Transfer) -> None:
             for span in spans:
@@ -269,12 +270,12 @@ class DiskStore:
         self.check()
 
 
-def _blocks(spans: Sequence[StoredSpan], block: Callable[[StoredSpan, int, int], None]) -> list[Callable[[], None]]:
-    """`block(span, offset, bytes)` for every block of every span."""
+def _blocks(spans: Sequence[StoredSpan], block: Callable[[StoredSpan, int, int], None]) -> list[Block]:
+    """`block(span, offset, bytes)` for every block of every span, in the queue of its folder."""
     return [
-        functools.partial(block, span, offset, min(BLOCK, whole_pages(span.size) - offset))
+        Block(functools.partial(block, span, offset, size), folder)
         for span in spans
-        for offset in range(0, whole_pages(span.size), BLOCK)
+        for folder, offset, size in span.range.blocks(span.start, whole_pages(span.size))
     ]
 
 

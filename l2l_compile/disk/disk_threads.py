@@ -1,4 +1,4 @@
-"""Threads that move blocks between memory and a file. The calls into the system hold no lock of Python (GIL)."""
+"""Threads that move blocks between memory and files. The calls into the system hold no lock of Python (GIL)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from l2l_compile.memory.finalizers import members
 
 _LOOK = 0.2  # seconds
 _groups: weakref.WeakSet[DiskThreads] = weakref.WeakSet()
+
+
+class Block(NamedTuple):
+    """A call of a disk thread, and the number of the queue that it waits in: of a folder, so that no disk waits for another."""
+
+    work: Callable[[], None]
+    queue: int = 0
 
 
 class Transfer:
@@ -88,19 +96,21 @@ class _Queue:
 
 
 class DiskThreads:
-    """A few threads that take blocks in the order in which these were given, and urgent ones before others."""
+    """Queues with a few threads each, which take blocks in the order in which these were given, and urgent ones before others."""
 
-    def __init__(self, count: int, name: str):
-        self._queue = _Queue()
+    def __init__(self, count: int, name: str, queues: int = 1):
+        self._queues = [_Queue() for _ in range(queues)]
         self._under_way: set[Transfer] = set()
-        for number in range(count):
-            threading.Thread(target=_loop, args=(self._queue,), name=f"l2l-{name}-{number}", daemon=True).start()
-        weakref.finalize(self, self._queue.end, count)
+        for number in range(count * queues):
+            of_thread = self._queues[number % queues]
+            threading.Thread(target=_loop, args=(of_thread,), name=f"l2l-{name}-{number}", daemon=True).start()
+        for each in self._queues:
+            weakref.finalize(self, each.end, count)
         _groups.add(self)
 
     def submit(
         self,
-        blocks: Sequence[Callable[[], None]],
+        blocks: Sequence[Block],
         begin: Callable[[Transfer], None] = lambda _: None,
         then: Callable[[Transfer], None] = lambda _: None,
         *,
@@ -119,7 +129,7 @@ class DiskThreads:
         under_way.add(transfer)
         begin(transfer)
         for block in blocks:
-            self._queue.put((block, transfer), is_urgent)
+            self._queues[block.queue % len(self._queues)].put((block.work, transfer), is_urgent)
         return transfer
 
     @property

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import BLOCK, DiskStore, StoredRange, StoredSpan
+from l2l_compile.disk.disk_store import DiskStore, StoredRange, StoredSpan
 from l2l_compile.disk.disk_threads import Transfer
+from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.finalizers import taken
 from l2l_compile.memory.pages import huge_pages
 
@@ -93,9 +94,10 @@ class StashStore(DiskStore):
     `write_tensor` and `read_tensor` are called by one thread each.
     """
 
-    def __init__(self, folder: str):
-        super().__init__(folder)
-        self.file.contents, self.file.remedy = CONTENTS, REMEDY
+    def __init__(self, *folders: str):
+        super().__init__(*folders)
+        for file in self.file.files:
+            file.contents, file.remedy = CONTENTS, REMEDY
         self._extents = FreeExtents()
         self._gone: deque[tuple[int, int]] = deque()  # noted by finalizers
         self._buffers: list[tuple[torch.Tensor, Transfer | None]] = []

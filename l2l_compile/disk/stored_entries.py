@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import BLOCK, DiskStore, StoredRange, StoredSpan, memory_at, range_of
+from l2l_compile.disk.disk_store import DiskStore, StoredRange, StoredSpan, memory_at, range_of
 from l2l_compile.disk.disk_threads import Transfer
+from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.pages import huge_pages, pages
 
 _SAMPLED = 4  # runs of entries of a tensor
@@ -158,9 +159,6 @@ def _run(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
     if buffer is None:
         found.await_writes(first, last)
         buffer = pages(last - first, "a sample of a parameter on disk")
-        at = 0
-        for place, size in found.pieces(first, last - first):
-            found.store.file.read(memory_at(buffer, at, size), place)
-            at += size
+        found.read(memory_at(buffer, 0, last - first), first)
         found.store.count_read(last - first)
     return buffer[before : before + part.nbytes].view(part.dtype)

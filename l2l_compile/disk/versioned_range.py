@@ -7,25 +7,16 @@ the first other one    written by the next update; the tensor is mapped there wh
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.disk.disk_file import RESUMES, DiskFile
+from l2l_compile.disk.disk_file import RESUMES
 from l2l_compile.disk.disk_store import DiskStore, StoredRange
 from l2l_compile.errors import DiskError
-
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,23 @@ class VersionedRange(StoredRange):
 
     # ---- transfers -----------------------------------------------------------------------------------------------------
 
-    def pieces(self, start: int, size: int) -> list[tuple[int, int]]:
+    def read(self, buffer: memoryview, start: int) -> None:
+        at = 0
+        for place, size in self._pieces(start, len(buffer)):
+            self.store.file.read(buffer[at : at + size], place)
+            at += size
+
+    def write(self, buffer: memoryview, start: int) -> None:
+        with self._guard:
+            place = self._target()
+        self.store.file.write(buffer, place + start)
+
+    def blocks(self, start: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """As they are in the newest place: in another one, a block may be in other folders, or in two."""
+        return self.store.file.blocks(self.newest + start, size)
+
+    def _pieces(self, start: int, size: int) -> list[tuple[int, int]]:
+        """Where in the file the newest bytes from `start` on are, one piece behind the other: where each begins, and its bytes."""
         with self._guard:
             target = self._target() if self._parts else self.newest
             found, at, end = [], start, start + size
@@ -119,10 +126,6 @@ class VersionedRange(StoredRange):
             if at < end:
                 found.append((self.newest + at, end - at))
             return found
-
-    def offset_to_write(self, start: int) -> int:
-        with self._guard:
-            return self._target() + start
 
     def landed(self, start: int, size: int) -> None:
         with self._guard:
@@ -166,9 +169,9 @@ class VersionedRange(StoredRange):
         """Map the tensor to its newest place. Raises `DiskError`."""
         if self.is_alive:
             self.is_private = self.store.is_of_a_version(self.newest)
-            show(self.store.file, self._address, self.size, self.newest, is_private=self.is_private)
+            self.store.file.show(self._address, self.newest, self.size, is_private=self.is_private)
 
-    def memory(self) -> torch.UntypedStorage | None:
+    def storage(self) -> torch.UntypedStorage | None:
         """The bytes of the tensor as a reader sees them; None if it is gone."""
         return self._storage() if self._storage is not None else None
 
@@ -224,25 +227,9 @@ class VersionedRange(StoredRange):
         """Raise `DiskError` if a step has written some bytes of the tensor and not all."""
         if self._parts:
             raise DiskError(
-                f"{self.store.file.folder}: a step has written {_covered(self._parts)} of {self.size} bytes of a tensor, and is no complete step. "
-                f"{RESUMES}"
+                f"{self.store.file.folders[0]}: a step has written {_covered(self._parts)} of {self.size} bytes of a tensor, and is no complete "
+                f"step. {RESUMES}"
             )
-
-
-def addresses(size: int) -> mmap.mmap:
-    """Addresses for a tensor, whole pages, to which a place of a file may be mapped. They take no memory, and no descriptor."""
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-
-
-def show(file: DiskFile, address: int, size: int, start: int, *, is_private: bool) -> None:
-    """Map a place of a file to an address. Writes there go into the file, or stay in memory. Raises `DiskError`."""
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if is_private else mmap.MAP_SHARED
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    if _libc.mmap(address, size, protection, flags | _MAP_FIXED, file.descriptor, start) == _MAP_FAILED:
-        raise DiskError(
-            f"{file.folder}: {os.strerror(ctypes.get_errno())} while {size} bytes at byte {start} were mapped: raise vm.max_map_count above the "
-            f"number of tensors. {RESUMES}"
-        )
 
 
 def _covered(parts: Sequence[tuple[int, int]]) -> int:

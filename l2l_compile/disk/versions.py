@@ -1,4 +1,4 @@
-"""A store whose last complete step outlives the process, and versions before it that are kept under names.
+"""A store whose last complete step outlives the process, and versions before it that are kept under names. Its files have names.
 
     places that the last manifest names     read by whoever resumes; no update writes them
     places that a version names             the same, until the version is dropped
@@ -12,7 +12,6 @@ and to give each tensor a further place.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import uuid
 import weakref
@@ -22,47 +21,45 @@ from typing import Any
 
 import torch
 
-from l2l_compile.disk.disk_file import PAGE, PROBED
-from l2l_compile.disk.disk_store import BLOCK, StoredRange, StoredSpan
-from l2l_compile.disk.disk_threads import DiskThreads, Transfer
+from l2l_compile.disk.disk_store import StoredRange, StoredSpan
+from l2l_compile.disk.disk_threads import Block, DiskThreads, Transfer
 from l2l_compile.disk.folder_lock import FolderLock
 from l2l_compile.disk.manifest import names_of_versions, path_of_manifest, read_manifest, remove_manifest, write_manifest
-from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange, addresses, show
+from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, check_parts, remove_parts
+from l2l_compile.disk.striped_file import BLOCK, Extent, StripedFile
+from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange
 from l2l_compile.disk.written_pages import is_written
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import members, taken
 from l2l_compile.memory.pages import huge_pages
-from l2l_compile.units import format_bytes
 
-DATA = "l2l-store.bin"
 _DROP = ", or drop a version (l2l_compile.drop_version)"
 
 
 class VersionedStore(StoreWithPlaces):
-    """A file of tensors that has a name, with two places or more for each, and manifests beside it.
+    """A file of tensors that has a name, with two places or more for each, and manifests beside it: in the first folder, of several.
 
     manifest  where this process begins: of the last complete step that the process before has left, or of a version; None for a run that
               begins. `contents` is what was handed to `begin_commit`
     """
 
-    def __init__(self, folder: str, version: str | None = None):
-        self._lock = FolderLock(folder)
+    def __init__(self, *folders: str, version: str | None = None):
+        self._locks, folder = [FolderLock(each) for each in folders], folders[0]
         last = read_manifest(folder)
         kept = {name: read_manifest(folder, name) for name in names_of_versions(folder)}
         self.manifest = last if version is None else kept.get(version)
         if version is not None and self.manifest is None:
             raise _unknown(folder, version, kept)
-        path = os.path.join(folder, DATA)
         if last is None:
             if kept:
                 raise DiskError(
                     f"{path_of_manifest(folder)} is missing, and {_listed(kept)} of its run are there: put it back, or remove all files l2l-store.* "
                     "to begin anew"
                 )
-            _remove(path)  # of a run that has ended before its first commit
-        elif not os.path.exists(path):
-            raise _not_of(folder, path_of_manifest(folder), "is missing")
-        super().__init__(folder, DATA)
+            remove_parts(folders)  # of a run that has ended before its first commit
+        else:
+            check_parts(folders, last)
+        super().__init__(*folders)
         self._committer = DiskThreads(1, "disk-commit")
         self._commit: Transfer | None = None  # the one that was begun last
         self._last = last  # the last manifest
@@ -75,29 +72,26 @@ class VersionedStore(StoreWithPlaces):
         self._found: dict[int, VersionedRange] = {}  # of the manifest in which this process begins, by the newest place
         if last is None:
             self._id = uuid.uuid4().bytes
-            self.file.extend(PROBED + PAGE)
-            self.file.write(_page(self._id), PROBED)
-            self._used = PROBED + PAGE
+            for number, file in enumerate(self.file.files):
+                PartOfRun(self._id, number, folder).write(file)
         else:
             assert self.manifest is not None
-            self._open(last, {name: found for name, found in kept.items() if found is not None}, self.manifest)
+            self._go_on(last, {name: found for name, found in kept.items() if found is not None}, self.manifest)
+
+    def _opened(self, folders: Sequence[str]) -> StripedFile:
+        return StripedFile(folders, DATA, header=HEADER)
 
     @property
     def contents(self) -> Any:
         return None if self.manifest is None else self.manifest["contents"]
 
-    def _open(self, last: dict[str, Any], versions: dict[str, dict[str, Any]], begin: dict[str, Any]) -> None:
-        """Go on with the file that a manifest is of. Raises `DiskError` for another one, and on a full disk."""
-        folder = self.file.folder
-        if self.file.size < last["size"]:
-            found = f"has {format_bytes(self.file.size)} in place of {format_bytes(last['size'])}"
-            raise _not_of(folder, path_of_manifest(folder), found)
-        page = _page(b"")
-        self.file.read(page, PROBED)
-        self._id = bytes(page[:16])
-        for name, manifest in ((None, last), *versions.items()):
-            if self._id.hex() != manifest["id"]:
-                raise _not_of(folder, path_of_manifest(folder, name), "is of another run")
+    def _go_on(self, last: dict[str, Any], versions: dict[str, dict[str, Any]], begin: dict[str, Any]) -> None:
+        """Go on with the files that the last manifest is of. Raises `DiskError` for a version of other ones, and on a full disk."""
+        folder, self._id = self.file.folders[0], bytes.fromhex(last["id"])
+        for name, manifest in versions.items():
+            if manifest["id"] != last["id"]:
+                raise DiskError(f"{path_of_manifest(folder, name)} is of another run: put it back where it belongs, or remove it")
+        self.file.restore([Extent(*each) for each in last["extents"]])
         self._used, self._space = last["used"], dict(last["space"])
         self._named = _named_by(last)
         self._set_versions({name: _named_by(each) for name, each in versions.items()})
@@ -135,10 +129,9 @@ class VersionedStore(StoreWithPlaces):
         """The values that a tensor had a step before, as far as a manifest keeps them: valid until the next step is over."""
         if place.before is None:
             return None
-        memory = addresses(place.size)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
-        show(self.file, tensor.data_ptr(), place.size, place.before, is_private=True)
-        return tensor
+        memory = self.file.addresses(place.size)
+        self.file.show(ctypes.addressof(memory), place.before, place.size, is_private=True)
+        return torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
 
     def _range(self, start: int, size: int) -> StoredRange:
         found = VersionedRange(self, [start], size)
@@ -148,7 +141,8 @@ class VersionedStore(StoreWithPlaces):
     def _held(self, shape: torch.Size, dtype: torch.dtype, found: StoredRange) -> torch.Tensor:
         """Addresses are those of memory without a file: a place of the file may belong to one tensor after another."""
         assert isinstance(found, VersionedRange)
-        tensor = torch.frombuffer(addresses(found.size), dtype=dtype, count=shape.numel()).view(shape)
+        found.memory = self.file.addresses(found.size)
+        tensor = torch.frombuffer(found.memory, dtype=dtype, count=shape.numel()).view(shape)
         found.hold(tensor, self._freed)
         self._ranges.add(found)
         return tensor
@@ -193,6 +187,7 @@ class VersionedStore(StoreWithPlaces):
             # A write that goes to such a place from now on waits for this commit.
             self._free_what_is_loose({start for each in ranges for start in each.places})
             space, used = list(self._space.items()), self._used
+            extents, end = [tuple(each) for each in self.file.extents], self.file.end
         pending = self._writers.under_way
         before = [each.before for each in ranges]  # the next step may begin before the places are known
 
@@ -206,19 +201,21 @@ class VersionedStore(StoreWithPlaces):
             self.file.sync()
             manifest = {
                 "id": self._id.hex(),
-                "size": self.file.size,
+                "folders": [os.path.abspath(each) for each in self.file.folders],
+                "extents": extents,
+                "end": end,
                 "used": used,
                 "space": space,
                 "places": [(place.start, place.size, place.before) for place in places],
                 "contents": contents(places),
             }
-            size = write_manifest(self.file.folder, manifest)
+            size = write_manifest(self.file.folders[0], manifest)
             with self.guard:
                 self.written_bytes += size
                 self._last, self._named = manifest, _named_by(manifest)
                 self._trim()
 
-        self._commit = self._committer.submit([commit], then=self._note_commit)
+        self._commit = self._committer.submit([Block(commit)], then=self._note_commit)
 
     def await_commit(self) -> None:
         """Wait until the commit that was begun last is done. Raises `DiskError`."""
@@ -264,7 +261,7 @@ class VersionedStore(StoreWithPlaces):
         """Keep the last complete step under a name, in the place of one that has it. No update is under way. Raises `DiskError`."""
         self.await_commit()
         assert self._last is not None, "a step was committed"
-        size = write_manifest(self.file.folder, self._last, version)
+        size = write_manifest(self.file.folders[0], self._last, version)
         with self.guard:
             self.written_bytes += size
             self._set_versions({**self._versions, version: _named_by(self._last)})
@@ -281,7 +278,7 @@ class VersionedStore(StoreWithPlaces):
         way. Raises `DiskError`.
         """
         for each in self._living():
-            memory = each.memory() if each.is_private else None
+            memory = each.storage() if each.is_private else None
             if memory is None or not is_written(each.address, each.size):
                 continue
             buffer = huge_pages(min(BLOCK, each.size), "weights that were written behind a kept version")
@@ -294,8 +291,8 @@ class VersionedStore(StoreWithPlaces):
         """Use the places of a version again, but for those that another one or the last complete step has. Raises `DiskError`."""
         self.await_commit()
         if version not in self._versions:
-            raise _unknown(self.file.folder, version, self._versions)
-        remove_manifest(self.file.folder, version)
+            raise _unknown(self.file.folders[0], version, self._versions)
+        remove_manifest(self.file.folders[0], version)
         with self.guard:
             self._set_versions({name: places for name, places in self._versions.items() if name != version})
             self._trim()
@@ -307,29 +304,6 @@ class VersionedStore(StoreWithPlaces):
 
 def _named_by(manifest: dict[str, Any]) -> frozenset[int]:
     return frozenset(start for place in manifest["places"] for start in StoredPlace(*place).named)
-
-
-def _page(content: bytes) -> memoryview:
-    page = mmap.mmap(-1, PAGE)
-    page[: len(content)] = content
-    return memoryview(page)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise DiskError(
-            f"{path}: {error.strerror or error} while the file of a run without a complete step was removed"
-        ) from error
-
-
-def _not_of(folder: str, manifest: str, found: str) -> DiskError:
-    return DiskError(
-        f"{folder}: {DATA} {found}, so {manifest} is not of it: put back both files, or remove all files l2l-store.* to begin anew"
-    )
 
 
 def _listed(versions: Iterable[str]) -> str:

@@ -105,14 +105,17 @@ def _shown_on_disk(plan: DiskPlan | None) -> str:
     if plan is None:
         return ""
     on_disk = plan.placement.on_disk
+    striped = f" striped over {plan.disks} folders" if plan.disks > 1 else ""
+    rated = f"{plan.disks} disks are rated for that endure" if plan.disks > 1 else "a disk is rated for that endures"
     lasts = (
-        f": {_ENDURANCE // on_disk:,} steps write what a disk is rated for that endures {_ENDURANCE // 10**12:,} TB"
+        f": {plan.disks * _ENDURANCE // on_disk:,} steps write what {rated} {_ENDURANCE // 10**12:,} TB"
+        f"{' each' if plan.disks > 1 else ''}"
         if on_disk
         else ""
     )
     copies = f", copies that cross the link {format_bytes(plan.copies)} (each fetch reads its own, too)" if plan.copies else ""
     return (
-        f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}{copies}, in all {format_bytes(on_disk)}, "
+        f"\ndisk: master {format_bytes(plan.masters)}, optimizer state {format_bytes(plan.states)}{copies}, in all {format_bytes(on_disk)}{striped}, "
         f"read and written once in a step{lasts}{_shown_places(plan)}"
     )
 

@@ -498,6 +498,7 @@ class DiskTimes:
     """
 
     def __init__(self, clocks: Clocks, plan: DiskPlan, options: Options):
+        clocks.disks = plan.disks
         self.ring = DiskRing(clocks, plan.buffer, fetched=fetched_beside_updates(plan, options))
         self._left: defaultdict[int, deque[tuple[OnDisk, bool]]] = defaultdict(
             deque

@@ -48,6 +48,7 @@ class DiskPlan:
     in_pieces    the parameters whose first step is taken in pieces
     late         those that are updated in the next forward, though others are updated in backward: the disk would be idle there
     late_gradients  bytes of their gradients, which wait in memory
+    disks        folders over which all is striped
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -65,6 +66,7 @@ class DiskPlan:
     late: frozenset[torch.nn.Parameter] = frozenset()
     late_gradients: int = 0
     stashes: int = 0
+    disks: int = 1
 
     @property
     def ring(self) -> int:
@@ -163,6 +165,7 @@ def disk_plan(options: Options, largest: int, stashes: int = 0) -> DiskPlan:
         late=frozenset(own[i] for i in are_late),
         late_gradients=sum(gradients[i] for i in are_late),
         stashes=stashes,
+        disks=len(options.disk or ("",)),
     )
 
 

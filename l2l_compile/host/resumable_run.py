@@ -12,7 +12,7 @@ A kill at any time leaves the last manifest, those of versions that are kept, an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +43,22 @@ class Resumed:
 
 
 class ResumableRun:
-    """The run of one optimizer in a folder.
+    """The run of one optimizer in a folder, or striped over several.
 
+    folder   the first one, which has the manifest
     resumed  where it continues
     steps    complete steps so far
     is_over  whether a step is over that was not committed
     """
 
-    def __init__(self, folder: str, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, version: str | None = None):
-        self.folder, self.store = folder, VersionedStore(folder, version)
+    def __init__(
+        self,
+        folders: Sequence[str],
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None,
+        version: str | None = None,
+    ):
+        self.folder, self.store = folders[0], VersionedStore(*folders, version=version)
         self._earlier: Earlier = {}
         self._optimizer, self._model = weakref.ref(optimizer), weakref.ref(model) if model is not None else None
         self._names = _names_in(optimizer, model)
@@ -60,7 +67,7 @@ class ResumableRun:
         self._as_built = {name: (weakref.ref(b), b._version) for name, b in buffers.items()}
         contents = self.store.contents
         if contents is not None:
-            where = folder if version is None else f"version {version!r} in {folder}"
+            where = self.folder if version is None else f"version {version!r} in {self.folder}"
             check_fits(where, contents, optimizer, self._names, buffers)
             self._earlier = put_back(self.store, contents, optimizer, buffers)
             entries = zip(contents["parameters"], parameters_of(optimizer), strict=True)

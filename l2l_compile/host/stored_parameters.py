@@ -63,7 +63,7 @@ class StoredParameters:
         self.run = run_for(optimizer) if options.resumable else None
         if self.run is not None and not options.delay:
             self.run.end_before()
-        self.store = self.run.store if self.run is not None else DiskStore(options.disk, failed=WeakHook(self._tell))
+        self.store = self.run.store if self.run is not None else DiskStore(*options.disk, failed=WeakHook(self._tell))
         self.largest_segment = self.stash_buffers = 0
         self.plan: DiskPlan | None = None
         self._before, self._last = DiskFigures(), DiskFigures()  # when the updates of this step began; of the step before
@@ -89,10 +89,10 @@ class StoredParameters:
         return self._planned.get(parameter, _IN_MEMORY)[2]  # type: ignore[call-overload]  # a tensor that is none of the parameters
 
     def store_of_copies(self) -> DiskStore:
-        """Where copies for the link are: with the option `resumable`, in a file that ends with the process, as the next one makes them anew."""
+        """Where copies for the link are: with the option `resumable`, in files that end with the process, as the next one makes them anew."""
         if self._store_of_copies is None:
             self._store_of_copies = (
-                DiskStore(self.store.file.folder, failed=WeakHook(self._tell)) if self.run is not None else self.store
+                DiskStore(*self.store.file.folders, failed=WeakHook(self._tell)) if self.run is not None else self.store
             )
         return self._store_of_copies
 

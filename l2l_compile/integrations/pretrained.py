@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +46,9 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | None = None) -> LoadResult:
+def load_pretrained(
+    model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | Sequence[str | Path] | None = None
+) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
     All ranks must call this, after `l2l_compile.shard` or `l2l_compile.pipeline`. A model that is not sharded can be filled as
@@ -57,8 +59,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, strict: bool = True, d
     the experts of a mixture, are made whole on each rank, one at a time.
 
     With `disk`, a folder, parameters on the meta device that are larger than 1 MiB get their memory in a file there, and no memory of the
-    host: a model may be larger than this. The file has no name, and is there as long as the parameters are. They stay ordinary tensors,
-    and `torch.compile` with the option `disk` trains them there. For parameters that are not sharded.
+    host: a model may be larger than this. Over several folders, they are striped. A file has no name, and is there as long as the
+    parameters are. They stay ordinary tensors, and `torch.compile` with the option `disk` trains them there. For parameters that are not
+    sharded.
 
     With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
     tensors that the model lacks are left out. The result names both.

@@ -20,7 +20,7 @@ from l2l_compile.session import session_of
 
 @whole("resume()")
 def resume(compiled: Any, version: str | None = None) -> Resumed:
-    """Continue the run in the folder of the option `disk` from its last complete step; begin one if the folder has none.
+    """Continue the run in the folder, or the folders, of the option `disk` from its last complete step; begin one if there is none.
 
     With `version`, continue from a step that `commit` has kept under this name. The last complete step stays until the first commit of
     this process, which takes its place; versions stay.
@@ -36,7 +36,7 @@ def resume(compiled: Any, version: str | None = None) -> Resumed:
     check()
     session = session_of(compiled)  # raises for what is not compiled
     options = Options.build(adapter.options_of(compiled))
-    options.check_folder()
+    options.check_folders()
     if not options.resumable:
         raise OptionError("resume() is for a model that is compiled with the options 'disk' and resumable=True")
     assert options.optimizer is not None and options.disk is not None, "`Options.build` requires it"

@@ -8,7 +8,7 @@ So neither the parameters on disk nor their files are in the memory of the proce
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,28 +17,32 @@ from torch import nn
 from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.disk.disk_store import DiskStore, is_on_disk
 from l2l_compile.disk.stored_entries import fill
-from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_plan import can_move
 from l2l_compile.integrations.stored_weights import Stored
+from l2l_compile.options import folders_of
 from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
 
 
-def store_for(model: nn.Module, folder: str | Path) -> DiskStore:
-    """A file in a folder, with room for the parameters on the meta device. Raises `DiskError` and `L2LError`; the model is as it was."""
-    if not isinstance(folder, (str, Path)):
-        raise OptionError(f"'disk' must be a folder, got {folder!r}")
+def store_for(model: nn.Module, disk: str | Path | Sequence[str | Path]) -> DiskStore:
+    """A file in a folder, or striped over several, with room for the parameters on the meta device.
+
+    Raises `DiskError` and `L2LError`; the model is as it was.
+    """
+    folders = folders_of(disk, "'disk'")
+    shown = repr(folders[0] if len(folders) == 1 else list(folders))
     parameters = list(model.parameters())
     if any(map(is_sharded, parameters)):
         raise L2LError(
-            f"disk={str(folder)!r} is for parameters that are whole on their rank, and those of {type(model).__name__} are divided among "
+            f"disk={shown} is for parameters that are whole on their rank, and those of {type(model).__name__} are divided among "
             "several: leave out 'disk', or leave out shard()"
         )
     if not any(p.is_meta or is_on_disk(p) for p in parameters):
         raise L2LError(
-            f"disk={str(folder)!r} is for parameters on the meta device, and all of {type(model).__name__} have memory already: build the model "
+            f"disk={shown} is for parameters on the meta device, and all of {type(model).__name__} have memory already: build the model "
             "under torch.device('meta'), or leave out 'disk'"
         )
-    store = DiskStore(str(folder))
+    store = DiskStore(*folders)
     store.reserve(sum(whole_pages(p.nbytes) for p in parameters if p.is_meta and can_move(p)))
     return store
 

@@ -329,7 +329,7 @@ def _plan_of(trial: OptionTrial, given: Choice, tokens: int | None) -> Plan:
 
 def _literal(name: str, value: Any) -> str:
     """A value as code; an object has the name of its option."""
-    if isinstance(value, str):
+    if isinstance(value, str) or isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):
         return json.dumps(value)
     return repr(value) if isinstance(value, (bool, int, float, NoneType)) else name
 

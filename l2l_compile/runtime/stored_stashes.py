@@ -79,12 +79,12 @@ class _Loading:
 class StashesOnDisk:
     """The stashes of a compiled model on disk. All methods are called by the caller.
 
-    folder   where their file is, from the first forward on
+    folders  where their file is, from the first forward on
     workers  the threads of the lanes `disk_write` and `disk_read`
     """
 
-    def __init__(self, folder: str, device: Device, worker: Callable[[int, Unwatched, str], DiskWorker]):
-        self._folder, self._device = folder, device
+    def __init__(self, folders: Sequence[str], device: Device, worker: Callable[[int, Unwatched, str], DiskWorker]):
+        self._folders, self._device = folders, device
         self._writer, self._reader = (worker(1, device.accesses, lane) for lane in (Lane.DISK_WRITE, Lane.DISK_READ))
         self.workers = (self._writer, self._reader)
         for each in self.workers:
@@ -99,7 +99,7 @@ class StashesOnDisk:
     @property
     def store(self) -> StashStore:
         if self._store is None:
-            self._store = StashStore(self._folder)
+            self._store = StashStore(*self._folders)
         return self._store
 
     def check(self) -> None:

@@ -43,7 +43,8 @@ class Machine:
     link_latency       of a message between two devices of a host
     network            bandwidth between hosts, each way, of all devices of a host together
     network_latency    of a message between two hosts
-    disk_read, disk_write  bandwidth of the disk of the option `disk`, of direct transfers of some MiB; both ways at once
+    disk_read, disk_write  bandwidth of a disk of the option `disk`, of direct transfers of some MiB; both ways at once. Those of several
+                       folders add up
     overlaps           whether device and host work at the same time; where it is False the host is the device
     sources            where each figure is from
 

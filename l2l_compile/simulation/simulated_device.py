@@ -65,7 +65,8 @@ class Clocks:
 
     thread  the clock of the thread whose code runs: the caller, or the thread that updates
     lane    the clock of the lane that receives work now, None outside of a lane
-    disk_fetches  when a disk has read the weights that fetches have asked for
+    disks   over which a store is striped: their rates add up
+    disk_fetches  when they have read the weights that fetches have asked for
     label   of the work that the caller does now
     """
 
@@ -74,6 +75,7 @@ class Clocks:
         self.lanes = {name: Clock(name) for name in OF_DEVICE}
         self.thread = self.caller = Clock(Lane.CALLER)
         self.lane: Clock | None = None
+        self.disks = 1
         self.disk_fetches = Clock(Lane.DISK_READ)
         self.label = ""
         self._stolen: dict[str, list[tuple[float, float]]] = {}
@@ -129,7 +131,7 @@ class Clocks:
             assert self.lane is not None
             self.thread.wait(self.lane.event())  # the next read is into this slot
 
-        rate = self.machine.known("disk_read")
+        rate = self.disk_rate("disk_read")
         for start in range(0, size, slot):
             if len(reading) == slots:
                 take()
@@ -138,6 +140,10 @@ class Clocks:
             reading.append((part, self.disk_fetches.event()))
         while reading:
             take()
+
+    def disk_rate(self, figure: str) -> float:
+        """Bytes a second of all disks together, "disk_read" or "disk_write". Raises `OptionError` for a machine without this figure."""
+        return self.disks * self.machine.known(figure)
 
     def arrive(self, start: float, seconds: float, waited_for: str) -> None:
         """A message came to the lane from another rank, begun at a time that may be before the thread asked whether it is there."""

@@ -54,9 +54,8 @@ class DiskRing:
 
     def __init__(self, clocks: Clocks, size: int, count: int = BUFFERS, fetched: float = 0.0):
         """`fetched` are the bytes that fetches read of copies for each byte that updates read: the disk does this first."""
-        machine = clocks.machine
         self._clocks, self.size, self._count = clocks, size, count
-        self._read_rate, self._write_rate, self._fetched = machine.known("disk_read"), machine.known("disk_write"), fetched
+        self._read_rate, self._write_rate, self._fetched = clocks.disk_rate("disk_read"), clocks.disk_rate("disk_write"), fetched
         self._reading, self._writing = Clock(Lane.DISK_READ), Clock(Lane.DISK_WRITE)
         self._free = deque([0.0] * count)  # when each buffer is free
         self._ahead: deque[tuple[int, SimulatedEvent]] = deque()  # chunks that are read ahead, by their bytes
@@ -164,6 +163,7 @@ class SimulatedStore:
 
     def __init__(self, clocks: Clocks, options: Options):
         self._clocks, self._options = clocks, options
+        clocks.disks = len(options.disk or ("",))
         self.largest_segment = self.stash_buffers = 0
         self.plan: DiskPlan | None = None
         self._bytes: dict[Parameter, int] = {}

@@ -16,9 +16,10 @@ from l2l_compile.disk import manifest, written_pages
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.disk.manifest import names_of_versions, read_manifest
+from l2l_compile.disk.run_files import DATA, HEADER
 from l2l_compile.disk.stored_entries import moved_to_disk
 from l2l_compile.disk.versioned_range import StoredPlace
-from l2l_compile.disk.versions import DATA, VersionedStore
+from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.memory.finalizers import members
 from slow_disk import Faults, slow_disk
 
@@ -34,7 +35,7 @@ def values_of(folder, version=None):
     found = []
     with open(os.path.join(folder, DATA), "rb") as file:
         for start, size, _ in read_manifest(str(folder), version)["places"]:
-            file.seek(start)
+            file.seek(HEADER + start)
             entries = torch.frombuffer(bytearray(file.read(size)), dtype=torch.float32)
             found.append((float(entries[0]), float(entries[-1])))
     return found
@@ -158,7 +159,7 @@ def test_a_process_goes_on_from_any_version(version, folder):
         keep(store, tensor, {1: "one", 3: "three"}[value]) if value % 2 else commit(store, tensor)
     size = store.file.size
     del store, tensor
-    store = VersionedStore(folder, version)
+    store = VersionedStore(folder, version=version)
     (place,) = store.manifest["places"]
     tensor = store.again(StoredPlace(*place), torch.Size([ENTRIES]), torch.float32)
     assert bool((tensor == {"one": 1.0, "three": 3.0, None: 4.0}[version]).all())
@@ -178,7 +179,7 @@ def test_a_version_that_is_not_there_is_named_with_the_others(folder):
         store.drop("b")
     del store, tensor
     with pytest.raises(DiskError, match="has no version 'b', but 'a': name one of them"):
-        VersionedStore(folder, "b")
+        VersionedStore(folder, version="b")
 
 
 def test_versions_without_the_last_manifest_are_not_removed(folder):
@@ -228,8 +229,8 @@ def test_an_end_at_any_call_leaves_versions_whole(folder, tmp_path, monkeypatch)
     allowed: dict = {None: {None}}  # by version, its values: None if it may be missing
     for name in ("replace", "unlink", "write", "fsync"):
         monkeypatch.setattr(manifest.os, name, watched(getattr(os, name)))
-    monkeypatch.setattr(store.file, "_pwritev", watched(store.file._pwritev))
-    monkeypatch.setattr(store.file, "_allocate", watched(store.file._allocate))
+    monkeypatch.setattr(store.file.files[0], "_pwritev", watched(store.file.files[0]._pwritev))
+    monkeypatch.setattr(store.file.files[0], "_allocate", watched(store.file.files[0]._allocate))
 
     def step(value, version=None):
         before = allowed[None]
@@ -324,7 +325,7 @@ class Walk:
 
     def again(self, version, values):
         self.tensors, self.store = [], None
-        self.store = VersionedStore(self.folder, version)
+        self.store = VersionedStore(self.folder, version=version)
         for place in self.store.manifest["places"]:
             self.tensors.append(self.store.again(StoredPlace(*place), torch.Size([place[1] // 4]), torch.float32))
         self.values = list(values)

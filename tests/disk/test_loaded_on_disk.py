@@ -19,7 +19,8 @@ from torch import nn
 import l2l_compile
 from l2l_compile import DiskError, L2LError, OptionError
 from l2l_compile.devices.host import bytes_in_proc
-from l2l_compile.disk.disk_store import BLOCK, range_of
+from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.host.disk_placement import SMALL
 from l2l_compile.simulation.machine import Machine
 from models import compiled
@@ -83,6 +84,31 @@ def test_weights_on_disk_equal_those_of_from_pretrained(name, stored, dtype, tmp
     assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
     assert all((range_of(p) is not None) == (p.nbytes >= SMALL) for p in model.parameters())
     assert all(range_of(b) is None for b in model.buffers())
+
+
+@pytest.mark.filterwarnings("ignore:.*are on one device")
+def test_weights_are_striped_over_several_folders(folder, tmp_path):
+    """And trained where they are, with the optimizer's state in stripes of another file."""
+    disks = [tmp_path / name for name in ("a", "b")]
+    for disk in disks:
+        disk.mkdir()
+    with slow_disk(Faults(rate=3e8)) as faults:
+        model = loaded(folder, disks)
+        assert_equal(model, transformers.LlamaForCausalLM.from_pretrained(folder))
+    stored = sum(p.nbytes for p in model.parameters() if range_of(p) is not None)
+    assert [file._moved["write"] / stored for file in faults.files] == pytest.approx([0.5, 0.5], abs=0.1)
+
+
+def test_a_disk_that_is_full_is_named_by_its_folder(folder, tmp_path):
+    disks = [tmp_path / name for name in ("a", "b")]
+    for disk in disks:
+        disk.mkdir()
+    model = on_meta(transformers.LlamaForCausalLM, LLAMA)
+    with slow_disk(Faults(), {disks[1]: Faults(room=1 << 20)}), pytest.raises(DiskError, match=f"^{disks[1]}: No space left"):
+        l2l_compile.load_pretrained(model, folder, disk=disks)
+    assert all(p.is_meta for p in model.parameters()), "the model is as it was"
+    with pytest.raises(OptionError, match="'disk' has .* twice"):
+        l2l_compile.load_pretrained(model, folder, disk=[disks[0], f"{disks[0]}/"])
 
 
 def test_missing_parameters_are_initialised_on_disk(folder, tmp_path):
@@ -237,7 +263,7 @@ def refused(monkeypatch, error):
     [
         (
             "missing",
-            "nowhere: No such file or directory while a file was opened there .* give the option 'disk' a folder that exists",
+            "nowhere: No such file or directory while a file was opened there.* give the option 'disk' a folder that exists",
         ),
         ("read-only", "Read-only file system while a file was opened there"),
         (
@@ -271,5 +297,5 @@ def test_a_model_in_memory_is_not_moved_in_silence(folder, tmp_path):
     model = transformers.LlamaForCausalLM(LLAMA)
     with pytest.raises(L2LError, match=r"is for parameters on the meta device.*build the model under torch\.device\('meta'\)"):
         l2l_compile.load_pretrained(model, folder, disk=tmp_path)
-    with pytest.raises(OptionError, match="'disk' must be a folder, got 3"):
+    with pytest.raises(OptionError, match="'disk' must be a folder or a list of folders, got 3"):
         l2l_compile.load_pretrained(model, folder, disk=3)

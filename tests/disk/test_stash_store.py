@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l2l_compile import DiskError
-from l2l_compile.disk.disk_store import BLOCK
 from l2l_compile.disk.stash_store import FreeExtents, StashStore
+from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.pages import pages
 from slow_disk import Faults, slow_disk
 

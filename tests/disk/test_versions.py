@@ -16,9 +16,10 @@ from l2l_compile import DiskError
 from l2l_compile.disk import manifest
 from l2l_compile.disk.disk_file import PAGE
 from l2l_compile.disk.disk_store import StoredSpan, await_writes, range_of
+from l2l_compile.disk.run_files import DATA
 from l2l_compile.disk.stored_entries import moved_to_disk, some_entries
 from l2l_compile.disk.versioned_range import StoredPlace, VersionedRange
-from l2l_compile.disk.versions import DATA, VersionedStore
+from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.memory.pages import pages
 from slow_disk import Faults, slow_disk
 
@@ -194,7 +195,7 @@ def test_a_commit_that_fails_leaves_the_one_before(what, done, number, folder, m
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((store.file, "_sync") if what == "_sync" else (manifest.os, "write")), fails)
+        patch.setattr(*((store.file.files[0], "_sync") if what == "_sync" else (manifest.os, "write")), fails)
         store.begin_commit([range_of(tensor)], lambda places: None)
         with pytest.raises(
             DiskError, match=f"{folder}.*: {os.strerror(number)} while .* {done}. .* resumes from the last complete one"

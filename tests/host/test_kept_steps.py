@@ -20,7 +20,7 @@ import l2l_compile
 from l2l_compile import DiskError, L2LError
 from l2l_compile.disk.disk_store import range_of
 from l2l_compile.disk.manifest import names_of_versions, read_manifest
-from l2l_compile.disk.versions import DATA
+from l2l_compile.disk.run_files import DATA, HEADER
 from slow_disk import Faults, slow_disk
 from stored_training import same, training
 
@@ -47,7 +47,7 @@ def tensors_in(folder, version=None):
             return entry[1]
         _, (start, size, _), shape, dtype = entry
         with data.open("rb") as file:
-            file.seek(start)
+            file.seek(HEADER + start)
             read = torch.frombuffer(bytearray(file.read(size)), dtype=dtype)
         return read[: torch.Size(shape).numel()].view(shape)
 

@@ -57,6 +57,25 @@ def equal_bits(rank, world, kind, optimizer, rates, folder, options):
     assert len(held) >= LAYERS and all(is_sharded(t) and range_of(local(t)) is not None for t in held if t.dim())
 
 
+@pytest.mark.filterwarnings("ignore:.*are on one device")
+def test_each_rank_stripes_its_shards_over_all_folders(ranks, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    ranks.run(striped_shards, [str(tmp_path / name) for name in ("a", "b")], world=2)
+
+
+def striped_shards(rank, world, folders):
+    mesh = mesh_of("shards", world)
+    without = training("adamw", mesh=mesh, update="in_backward")
+    without.step(3)
+    with slow_disk(Faults(rate=SLOW)) as faults:
+        made = training("adamw", disk=folders, mesh=mesh, update="in_backward")
+        made.step(3)
+        assert same(without.tensors(), made.tensors())
+    written = [file._moved["write"] for file in faults.files]
+    assert len(written) == 2 and 0.4 < written[0] / sum(written) < 0.6, "a file in each folder, of this rank"
+
+
 def cases():
     """The rank count, the mesh and the way to update; all but a few run in `make slow` alone."""
     for optimizer in ("adamw", "sgd", "adagrad", "own step"):

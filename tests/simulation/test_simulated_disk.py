@@ -44,7 +44,7 @@ class ByTurns(nn.Sequential):
         return nn.functional.cross_entropy(super().forward(x), x.argmax(-1))
 
 
-def step(machine, optimizer="adamw", disk=True, stored_copies=False, part=0.15, **options):
+def step(machine, optimizer="adamw", disk="/", stored_copies=False, part=0.15, **options):
     """`part` is the host memory, of that for copies, that is left for state or gradients."""
     torch._dynamo.reset()
     with torch.device("meta"):
@@ -53,10 +53,10 @@ def step(machine, optimizer="adamw", disk=True, stored_copies=False, part=0.15, 
         x = torch.empty(ROWS, WIDTH)
     given = {"precision": "bf16", "optimizer": OPTIMIZERS[optimizer](model.parameters()), "micro_batches": 2, **options}
     if disk:
-        asked = Options.build({**given, "disk": "/", "host_memory": "1TB", "device": "cpu"})
+        asked = Options.build({**given, "disk": disk, "host_memory": "1TB", "device": "cpu"})
         plan = disk_plan(asked, largest=WIDTH**2)
         least = plan.beside if stored_copies else (1 + part) * (plan.beside + sum(size.copy for size in plan.sizes))
-        given |= {"disk": "/", "host_memory": int(max(least + RING, least * 8 / 7 + 2**20))}  # the ring takes an eighth
+        given |= {"disk": disk, "host_memory": int(max(least + RING, least * 8 / 7 + 2**20))}  # the ring takes an eighth
     report = explain(model, {**given, "device": "cpu"})(x).on(machine)
     found, plan = simulate(model, machine, given)(x), report.host_memory.disk
     if optimizer == "adamw":
@@ -107,6 +107,17 @@ def test_late_updates_use_the_disk_in_forward():
     (tight, without_room), (roomy, with_room) = (step(balanced, part=part, update="in_backward") for part in (0, 0.3))
     assert not without_room.late and with_room.late
     assert roomy.seconds < 1.1 * without.seconds < 1.2 * without.seconds < tight.seconds
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_folders_are_as_fast_as_one_disk_of_their_rates(mode):
+    """Of copies and parameters, by nodes and by the executor."""
+    faster, options = replace(CARD, disk_read=3 * CARD.disk_read, disk_write=3 * CARD.disk_write), MODES[mode]
+    stored_copies = "delay" not in options
+    of_one, _ = step(faster, stored_copies=stored_copies, **options)
+    of_three, plan = step(CARD, disk=["/a", "/b", "/c"], stored_copies=stored_copies, **options)
+    assert plan.disks == 3 and of_three.seconds == of_one.seconds
+    assert of_three.seconds < 0.6 * step(CARD, stored_copies=stored_copies, **options)[0].seconds
 
 
 def test_a_machine_without_a_disk_is_refused():
