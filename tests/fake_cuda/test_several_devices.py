@@ -22,7 +22,11 @@ def run(folder, world: int, *names: str, lazy: bool = True, devices: int | None 
         started("rank.py", rank, world, folder, *names, **variables, **({"FAKE_CUDA_STRICT": str(rank)} if strict else {}))
         for rank in range(world)
     ]
-    printed = [rank.communicate() for rank in ranks]
+    try:
+        printed = [rank.communicate() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     found = []
     for rank, (out, err) in enumerate(printed):
         file, hangs = folder / f"found.{rank}", folder / f"hangs.{rank}"
