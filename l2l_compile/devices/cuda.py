@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,10 +59,13 @@ class CudaDevice(Accelerator):
 
     def __init__(self, device: torch.device, pinned_memory: int | None = None):
         self.torch_device = device
-        lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device, os.getpid())
+        if _is_rank_without_choice():
+            torch.cuda.set_device(device)  # PyTorch's optimizers look at the current GPU: each rank would take memory of GPU 0
+        self._process = os.getpid()
+        lock, unlock = functools.partial(_page_lock, device), functools.partial(_page_unlock, device, self._process)
         pinned = PinnedMemory(pinned_memory, lock, unlock)
         lanes = {name: _Stream(stream) for name, stream in _streams(device).items()}
-        super().__init__(lanes, pinned, Pool(pinned, lambda event: event.query()))
+        super().__init__(lanes, pinned, Pool(pinned, self._has_happened))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.stream(self.lanes[Lane.COMPUTE].stream):
@@ -75,6 +78,10 @@ class CudaDevice(Accelerator):
         """This GPU is the current one, so traces, compiled code and tensors for "cuda" are for it, not for the caller's GPU."""
         return torch.cuda.device(self.torch_device)
 
+    def updating(self) -> AbstractContextManager:
+        """As `running`: PyTorch's optimizers look at the current GPU, even of parameters on the host. A forked process has none."""
+        return torch.cuda.device(self.torch_device) if os.getpid() == self._process else nullcontext()
+
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         with DRAWING, torch.random.fork_rng([self.torch_device]), torch.cuda.device(self.torch_device):
@@ -82,7 +89,13 @@ class CudaDevice(Accelerator):
             yield
 
     def wait_on_host(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
+        """The device is set first, as in `_page_lock`: the thread that updates has chosen none."""
+        with torch.cuda.device(self.torch_device):
+            event.synchronize()
+
+    def _has_happened(self, event: torch.cuda.Event) -> bool:
+        with torch.cuda.device(self.torch_device):
+            return event.query()
 
     def await_ranks(self, check: Callable[[], None]) -> None:
         """A thread that waited in the driver for a collective of NCCL would not notice that a rank has failed."""
@@ -162,10 +175,14 @@ def _resolve(device: torch.device) -> torch.device:
     """
     if device.index is not None:
         return device
-    index = torch.cuda.current_device()
-    if index == 0 and dist.is_available() and dist.is_initialized():
-        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-    return torch.device("cuda", index)
+    if _is_rank_without_choice():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _is_rank_without_choice() -> bool:
+    """Whether this process is a rank that has chosen no GPU by `torch.cuda.set_device`."""
+    return dist.is_available() and dist.is_initialized() and torch.cuda.current_device() == 0
 
 
 def _identity(device: torch.device) -> tuple:

@@ -324,6 +324,10 @@ class Device(ABC):
         """Context manager in which the caller lowers blocks and submits work to the lanes."""
         return nullcontext()
 
+    def updating(self) -> AbstractContextManager:
+        """Context manager in which a thread of the host, which submits nothing, updates what lanes have brought."""
+        return nullcontext()
+
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Context manager in which the default generator of this device alone starts at `seed`. Its state is restored at the end.

@@ -58,6 +58,7 @@ class ParameterServer:
         self.workers = [worker(threads, device.accesses, name) for name in names]
         self.worker = self.workers[0]
         for each in self.workers:
+            each.running = device.updating
             weakref.finalize(self, each.close)
         self._in_flight: deque[_InFlight] = deque()
         self._memory = GradientMemory(device.unlocked_pool())

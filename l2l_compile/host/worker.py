@@ -55,7 +55,10 @@ class Worker:
 
     threads  bounds the intra-op threads of the work: if the host is the device, both compute at the same time
     name     of the lane
+    running  makes the context in which the thread works
     """
+
+    running: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def __init__(self, threads: int, accesses: Unwatched = UNWATCHED, name: str = Lane.HOST):
         self.accesses, self.name = accesses, name
@@ -142,7 +145,7 @@ class Worker:
     def _do(self, work: Callable[[], None], ticket: Ticket) -> None:
         try:
             if self._failure is None and not self._dropping:
-                with torch.no_grad():
+                with torch.no_grad(), self.running():
                     work()
         except BaseException as error:  # noqa: BLE001 - handed to the caller by drain or raise_failure
             self._failure = error

@@ -91,6 +91,17 @@ def finish(work: dist.Work, check: Callable[[], None], explain: Callable[[Except
         raise explain(error) from error
 
 
+def connect(group: Group, device: torch.device) -> None:
+    """Let the ranks of a group on GPUs find each other; all of them must call this.
+
+    Else NCCL does so in the first collective, whose call then waits for the other ranks: two ranks whose first messages are of two
+    groups would wait for each other.
+    """
+    if device.type == "cuda" and dist.get_world_size(group) > 1 and not is_fake(group):
+        with _giving:
+            dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), group=group, group_src=0)
+
+
 def abort_on_device(group: Group) -> None:
     """End the collectives of a group in NCCL; a stream that waits for one goes on. Those on the host are polled, and need no end."""
     try:
@@ -175,6 +186,11 @@ def all_reduce(values: torch.Tensor, group: Group, done: Finish) -> None:
     done(work)
 
 
+def arrives_in_order(device: torch.device) -> bool:
+    """Whether a message is an operation of the lane that asks for it, as on devices. On the host, it comes while the lane goes on."""
+    return device.type != "cpu"
+
+
 def message(tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None:
     """Send a contiguous tensor from rank `source` of the world to the other rank of a group of two, which fills its own with it.
 
@@ -183,7 +199,7 @@ def message(tensor: torch.Tensor, source: int, group: Group) -> dist.Work | None
     if not tensor.numel():
         return None
     with _giving:
-        if tensor.device.type != "cpu":
+        if arrives_in_order(tensor.device):
             dist.broadcast(_bytes_of(tensor), source, group=group)
             return None
         return dist.broadcast(_bytes_of(tensor), source, group=group, async_op=True)

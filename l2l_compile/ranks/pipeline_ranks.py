@@ -62,6 +62,9 @@ class PipelineRanks(Ranks):
         while len(self._channels) < count:
             self._channels.append(dict(self._make_pairs()))
 
+    def _device_groups(self) -> list[dist.ProcessGroup]:
+        return [self._pair(source, target, channel) for channel, pairs in enumerate(self._channels) for source, target in pairs]
+
     def _pair(self, source: int, target: int, channel: int) -> dist.ProcessGroup:
         group = self._channels[channel][source, target]()
         if group is None:

@@ -57,6 +57,7 @@ class Ranks:
     pipeline: Ranks | None = None
     within: Ranks | None = None  # of the ranks of a pipeline: all ranks, if each stage is sharded among ranks of its own
     _watch: Watch | None = None
+    _connected = 0  # of the groups on devices, in their order
 
     def __init__(self, mesh: DeviceMesh, parallel: DeviceMesh | None = None, pipeline: Ranks | None = None):
         """`parallel` has two dimensions: the ranks of `mesh`, and the ranks that share parallel layers. `pipeline` has this rank."""
@@ -123,12 +124,25 @@ class Ranks:
         """Tell the other ranks that this rank has failed within a joint action."""
         self.watch.tell(error)
 
+    def _device_groups(self) -> list[dist.ProcessGroup]:
+        """The groups of collectives on devices, in an order in which all ranks can connect them."""
+        names = ("device_group", "sums_group")
+        return [getattr(self, name) for name in names if hasattr(self, name)]  # weights are sharded, layers are parallel, or both
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the groups of collectives on devices that are new. All ranks must call this at the same place."""
+        groups = self._device_groups()
+        for group in groups[self._connected :]:
+            exchange.connect(group, device)
+        self._connected = len(groups)
+        if self.pipeline is not None and self.pipeline is not self:
+            self.pipeline.connect(device)
+
     def abort(self) -> None:
         """After a failure: end the collectives on devices, which would wait for a rank that will not come."""
         with suppress(L2LError):  # torch.distributed has ended, and they with it
-            for name in ("device_group", "sums_group"):
-                if hasattr(self, name):  # weights are sharded, layers are parallel, or both
-                    exchange.abort_on_device(getattr(self, name))
+            for group in self._device_groups():
+                exchange.abort_on_device(group)
         if self.pipeline is not None:
             self.pipeline.abort()
 

@@ -119,6 +119,7 @@ def begin_together(ranks: Ranks, step: Step, joint: JointRun, captured: Captured
     )
     refuse = functools.partial(_refuse_rows, ranks.same_rows, ranks.shares)
     announced = joint.announce(ranks, ActionKind.FORWARD, train=to_train, told=told, refuse=refuse)
+    ranks.connect(step.engine.device.torch_device)
     step.seed = announced[0][2]
     same = ranks.same_rows
     each = announced[ranks.world_rank % same :: same]  # ranks with the same rows have the same micro-batches

@@ -13,6 +13,7 @@ cannot be mixed up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from l2l_compile.devices.device import Device
 from l2l_compile.errors import RankError
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
+from l2l_compile.ranks.collectives import arrives_in_order
 from l2l_compile.ranks.pipeline_ranks import PipelineRanks
 from l2l_compile.runtime.runtime_value import RuntimeValue
 from l2l_compile.runtime.step import Step
@@ -83,7 +85,13 @@ class Arrival:
         self._there: dict[Part, RuntimeValue] = {}  # stand for the parts that somebody waits for
         for value in values:
             value.arrival = self
-        run.submit_behind_releases(Lane.RECV, (), (), self._ask)
+        in_order = arrives_in_order(run.device.torch_device)
+        run.submit_behind_releases(Lane.RECV, (), (), self._make_room if in_order else self._ask_for_all)
+        if in_order:
+            # an event of its own for each part: one behind all that the lane was asked for would wait for later messages as well,
+            # and another rank may send those only when it has what this one makes of this message
+            for part in self._parts:
+                self._there[part] = self._awaited(part, functools.partial(self._ask, part))
 
     def part(self, value: RuntimeValue, micro_batch: int) -> RuntimeValue:
         """Stands for a micro-batch of a value: who reads it waits until it is there. A whole value is one part."""
@@ -100,20 +108,28 @@ class Arrival:
         last = self.part(value, max(self._counts[position] - 1, 0))
         value.lane, value.event = last.lane, last.event
 
-    def _ask(self) -> None:
-        """Make room for all parts, and ask for them in order (lane `recv`)."""
-        device, ranks = self._run.device, pipeline_of(self._run.step)
+    def _make_room(self) -> None:
+        """Make room for all parts (lane `recv`)."""
+        device = self._run.device
         for value, (spec, is_split, turn) in zip(self._values, self._specs, strict=True):
             device.accesses.write(value.place)
             shapes = self._run.step.rows.shapes(spec, is_split, 0 if spec.equal_rows and turn is None else turn)
             value.tensors = [torch.empty(shape, dtype=spec.dtype, device=device.torch_device) for shape in shapes]
             device.hold(value.tensors)
-        for position, number in self._parts:
-            self._works[position, number] = ranks.receive(
-                self._values[position].tensors[number], self._source, self._run.step.channel
-            )
 
-    def _awaited(self, part: Part) -> RuntimeValue:
+    def _ask(self, part: Part) -> None:
+        """Ask for a part (lane `recv`)."""
+        position, number = part
+        tensor, step = self._values[position].tensors[number], self._run.step
+        self._works[part] = pipeline_of(step).receive(tensor, self._source, step.channel)
+
+    def _ask_for_all(self) -> None:
+        self._make_room()
+        for part in self._parts:
+            self._ask(part)
+
+    def _awaited(self, part: Part, ask: Callable[[], None] = lambda: None) -> RuntimeValue:
+        """What stands for a part: `ask` for it, unless the lane has, and wait until it is there."""
         position, number = part
         step, device, made = self._run.step, self._run.device, RuntimeValue()
         value, (spec, is_split, turn) = self._values[position], self._specs[position]
@@ -125,6 +141,7 @@ class Arrival:
             device.free([first])
 
         def work() -> None:
+            ask()
             try:
                 pipeline_of(step).finish_message(self._works.pop(part))
             except RankError as error:

@@ -84,6 +84,7 @@ class TurnRuns:
         if before is None or step.world is not ranks:
             begin_together(step.world, step, joint, captured, to_train=True, is_global=False)
             ranks.open_channels(2)
+            ranks.connect(self._engine.device.torch_device)
         if before is not None:
             step.channel = 1 - before.step.channel
             if step.world is ranks:

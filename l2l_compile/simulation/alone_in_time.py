@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from l2l_compile.ranks.announcements import ActionKind
 from l2l_compile.ranks.ranks import Ranks
 
@@ -38,6 +40,9 @@ class AloneInTime(Ranks):
 
     def failed(self, error: BaseException) -> None:
         """Does nothing: there is no other process to tell."""
+
+    def connect(self, device: torch.device) -> None:
+        """Does nothing: there is no other process."""
 
     def abort(self) -> None:
         """Does nothing: nothing is under way."""

@@ -157,6 +157,44 @@ def device(monkeypatch):
     return device
 
 
+def test_threads_of_the_host_use_the_gpu_of_the_session(runtime, device):
+    """They have chosen none, and would take memory of the first one: for a wait, a look at an event, an optimizer's step."""
+
+    class Event:
+        def synchronize(self):
+            used.append(runtime.current)
+
+        query = synchronize
+
+    used, device._process = [], os.getpid()
+    device.wait_on_host(Event())
+    device._has_happened(Event())
+    with device.updating():
+        used.append(runtime.current)
+    assert used == [GPU] * 3
+    device._process += 1
+    with device.updating():  # of a forked process, which cannot use CUDA
+        assert runtime.current.index == 0
+
+
+def test_an_update_runs_within_the_devices_context(monkeypatch):
+    step, inside = compiled(Stack(2)), []
+    step(rows(6, dtype=torch.float32))
+    session = session_of(step)
+
+    @contextlib.contextmanager
+    def updating():
+        inside.append("begin")
+        yield
+        inside.append("end")
+
+    worker = session.server.worker
+    assert worker.running == session.device.updating
+    worker.running = updating
+    worker.submit(lambda: inside.append("work")).wait()
+    assert inside == ["begin", "work", "end"]
+
+
 def test_the_first_fetch_waits_for_new_slabs(monkeypatch, device):
     """They are made on compute, where their memory was in use before, and are written on h2d."""
 
@@ -202,6 +240,12 @@ def test_each_rank_takes_a_gpu_of_its_own(monkeypatch, current, gpus, expected, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert cuda.CUDA.resolve(torch.device("cuda")).index == (expected if started else current)
     assert cuda.CUDA.resolve(torch.device("cuda:6")).index == 6
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(device.index))
+    monkeypatch.setattr(cuda, "_streams", lambda device: {})
+    monkeypatch.setattr(cuda.Accelerator, "__init__", lambda *_: None)
+    cuda.CudaDevice(cuda.CUDA.resolve(torch.device("cuda")))
+    assert chosen == ([expected] if started and current == 0 else [])  # PyTorch's optimizers look at the current one
 
 
 @pytest.mark.parametrize("change", [("cudnn", "version"), ("_C", "_get_sdp_priority_order")])

@@ -18,7 +18,7 @@ _COMPILER = ("g++", "-O1", "-Wall", "-fPIC", "-shared", "-std=c++20")
 def headers() -> list[Path]:
     """Folders with the headers of CUDA, which the packages of PyTorch's CUDA build bring. Raises `SystemExit` without them."""
     found = []
-    for package, folder in (("nvidia", "cu13/include"), ("triton", "backends/nvidia/include")):
+    for package, folder in (("nvidia", "cu13/include"), ("triton", "backends/nvidia/include"), ("nvidia", "nccl/include")):
         spec = importlib.util.find_spec(package)
         places = [Path(place) / folder for place in (spec.submodule_search_locations or ())] if spec is not None else []
         found += [place for place in places if place.is_dir()]
@@ -34,13 +34,15 @@ def build(folder: Path) -> dict[str, str]:
     include = [f"-I{place}" for place in headers()]
     _compile(HERE / "runtime.cpp", runtime, *include)
     _compile(HERE / "driver.cpp", folder / "libcuda.so.1")
+    nccl = folder / "libfakenccl.so"
+    _compile(HERE / "nccl.cpp", nccl, *include, str(runtime))
     torch = _torch()
     libraries = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
     include += [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}", "-Wno-maybe-uninitialized"]
     computing = folder / "libcomputing.so"
     _compile(HERE / "computing.cpp", computing, *include, f"-L{torch / 'lib'}", *(f"-l{name}" for name in libraries))
     return {
-        "LD_PRELOAD": str(runtime),
+        "LD_PRELOAD": f"{runtime}:{nccl}",
         "LD_LIBRARY_PATH": str(folder),
         "FAKE_CUDA_COMPUTING": str(computing),
         "TRITON_LIBCUDA_PATH": str(folder),

@@ -26,7 +26,7 @@
 
 extern "C" {
 void fake_count(const char* name);
-void fake_give(cudaStream_t stream, void (*call)(void*), void* argument);
+int fake_give(cudaStream_t stream, void (*call)(void*), void* argument);
 char* fake_reach(const void* address, size_t size);
 }
 
@@ -133,8 +133,7 @@ struct Call {
 };
 
 void give(std::unique_ptr<Call> call) {
-  fake_count("launches");
-  fake_give(at::cuda::getCurrentCUDAStream().stream(), [](void* call) {
+  int error = fake_give(at::cuda::getCurrentCUDAStream().stream(), [](void* call) {
     std::unique_ptr<Call> owned((Call*)call);
     try {
       owned->run();
@@ -144,7 +143,9 @@ void give(std::unique_ptr<Call> call) {
       fake_count(what.c_str());
       fprintf(stderr, "CUDA runtime without a GPU: %s. Its results are undefined\n", what.c_str());
     }
-  }, call.release());
+  }, call.get());
+  TORCH_CHECK(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(cudaError_t(error)));
+  call.release();
 }
 
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }

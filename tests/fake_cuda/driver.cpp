@@ -18,13 +18,17 @@ typedef void* Handle;
 
 namespace {
 
+struct Launch {  // the beginning of CUlaunchConfig
+  unsigned blocks[3], threads[3], shared;
+  Handle stream;
+};
+
 constexpr Result kSuccess = 0, kNotFound = 500, kNotSupported = 801;
 int context;
 
-Result launched() {
-  static auto count = (void (*)())dlsym(RTLD_DEFAULT, "fake_launch");
-  if (count) count();
-  return kSuccess;
+Result launched(Handle stream) {
+  static auto launch = (Result (*)(Handle))dlsym(RTLD_DEFAULT, "fake_launch");
+  return launch ? launch(stream) : kSuccess;
 }
 
 }  // namespace
@@ -78,7 +82,13 @@ Result cuDeviceGetAttribute(int* value, int attribute, int) {  // the numbers ar
   return kSuccess;
 }
 
-Result cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { return *flags = 0, *active = 1, kSuccess; }
+Result cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  static auto contexts = (unsigned (*)())dlsym(RTLD_DEFAULT, "fake_contexts");
+  *flags = 0;
+  *active = contexts ? contexts() >> device & 1 : 1;
+  return kSuccess;
+}
+
 Result cuDevicePrimaryCtxRetain(Handle* handle, int) { return *handle = &context, kSuccess; }
 Result cuCtxGetCurrent(Handle* handle) { return *handle = &context, kSuccess; }
 Result cuCtxGetDevice(int* device) { return *device = 0, kSuccess; }
@@ -124,12 +134,15 @@ Result cuFuncGetAttribute(int* value, int attribute, Handle function) {
   return kSuccess;
 }
 
-Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, Handle*, Handle*) {
-  return launched();
+Result cuLaunchKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle stream, Handle*, Handle*) {
+  return launched(stream);
 }
 
-Result cuLaunchKernelEx(Handle, Handle, Handle*, Handle*) { return launched(); }
-Result cuLaunchCooperativeKernel() { return launched(); }
+Result cuLaunchCooperativeKernel(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle stream, Handle*) {
+  return launched(stream);
+}
+
+Result cuLaunchKernelEx(const Launch* launch, Handle, Handle*, Handle*) { return launched(launch->stream); }
 Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int* number, Handle, int, size_t) { return *number = 2, kSuccess; }
 Result cuOccupancyMaxActiveClusters(int* number, Handle, Handle) { return *number = 2, kSuccess; }
 Result cuTensorMapEncodeTiled() { return kSuccess; }

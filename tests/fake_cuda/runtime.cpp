@@ -9,7 +9,13 @@
 //               way, and the others do their work as soon as their waits allow (fake_set_late)
 //
 // Device memory is mapped twice. The address that PyTorch sees cannot be read or written, as on a GPU; copies use the other one.
-// Violations are noted, with a sentence each, and do not end the process (fake_violations).
+// Violations are noted, with a sentence each, and do not end the process (fake_report).
+//
+// There may be several devices (FAKE_CUDA_DEVICES). Each has its own streams and memory; a call with a stream or an event of another
+// device than the current one fails where CUDA's fails. A process has a context of each device that it has used (fake_contexts).
+//
+// An operation may have to wait for other processes (fake_give_meeting, nccl.cpp). It is asked again and again, and the operations behind
+// it stay in their stream. A thread of this runtime carries it out when another process wants it, though nothing here waits for it.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -23,7 +29,9 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gpu.h"
@@ -35,6 +43,8 @@ constexpr size_t kGiB = size_t(1) << 30;
 constexpr size_t kTotalMemory = 80 * kGiB;
 constexpr int kMostViolations = 100;
 constexpr int kLate = 20000;  // microseconds
+constexpr int kPause = 50;    // microseconds between two looks at an operation that waits for another process
+constexpr int kAsks = 20;     // a thread that asks for one event so many times, and calls nothing else meanwhile, waits for it
 
 struct Region {       // of device memory
   size_t size;        // as it was asked for
@@ -50,16 +60,18 @@ struct Position {     // in a stream: all operations before it
 struct Event {
   Position position;
   double seconds = 0;
+  int device = 0;
 };
 
 struct Operation {
-  enum Kind { kCopy, kFill, kWait, kCall } kind;
+  enum Kind { kCopy, kFill, kWait, kCall, kMeeting } kind;
   void* target = nullptr;
   const void* source = nullptr;
   size_t size = 0;
   int value = 0;               // of a fill
   Position position;           // of a wait
   cudaHostFn_t call = nullptr; // of a call on the host
+  bool (*meet)(void*) = nullptr;  // of a meeting with other processes: whether they have come
   const void* watched = nullptr;  // memory of the host that must not change before a copy, and its hash at the call
   uint64_t hash = 0;
   long number = 0;             // counts all operations, in the order of their calls
@@ -69,6 +81,8 @@ struct Stream {
   std::deque<Operation> waiting;
   long given = 0, done = 0;
   bool busy = false;  // with an operation, such as a wait for another stream
+  int device = 0;
+  bool is_default = false;
 };
 
 std::recursive_mutex guard;
@@ -79,13 +93,21 @@ std::map<uintptr_t, size_t> locked_memory;
 std::map<cudaStream_t, Stream> streams;
 uintptr_t last_stream = 0x1000;
 long operations = 0;
-size_t used = 0, limit = 8 * kGiB;
+std::map<int, size_t> used;  // bytes of each device
+size_t limit = 8 * kGiB;     // of each device
+std::set<int> contexts;      // devices that this process has used
+bool has_meetings = false, is_ending = false;
+bool (*wanted_elsewhere)(cudaStream_t*, long*) = nullptr;  // the position of a meeting that other processes wait for
 bool lazy = false;
 cudaStream_t late = nullptr;  // the only stream that is late in the mode `lazy`; nullptr: all are
 int lock_failures = 0;  // page-locks that are still to fail
 int malloc_to_fail = -1;  // allocations of device memory before the one that fails; -1: none does
+int launch_to_fail = -1;  // launches before the one that breaks its context; -1: none does
+cudaError_t broken = cudaSuccess;  // the error of a kernel: each call returns it until the process ends
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local cudaEvent_t asked_for = nullptr;  // by the last calls of this thread
+thread_local int asks = 0;
 
 using Guard = std::lock_guard<std::recursive_mutex>;
 
@@ -93,6 +115,8 @@ int device_count() {
   const char* given = getenv("FAKE_CUDA_DEVICES");
   return given ? atoi(given) : 1;
 }
+
+cudaError_t fail(cudaError_t error) { return last_error = error; }
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -106,7 +130,25 @@ void violation(const std::string& sentence) {
   if (violations.size() < kMostViolations) violations.push_back(sentence);
 }
 
-cudaError_t fail(cudaError_t error) { return last_error = error; }
+// A call that needs the context of the current device. Returns whether this process may use it: FAKE_CUDA_STRICT names its only device.
+bool use_device() {
+  Guard held(guard);
+  asked_for = nullptr;
+  const char* only = getenv("FAKE_CUDA_STRICT");
+  if (only && *only && atoi(only) != current_device) {
+    violation("device " + std::to_string(current_device) + " was used by a process of device " + only);
+    return false;
+  }
+  contexts.insert(current_device);
+  return true;
+}
+
+// How a call begins that fails once a kernel has failed.
+#define IN_CONTEXT()                                             \
+  do {                                                           \
+    if (!use_device()) return fail(cudaErrorDevicesUnavailable); \
+    if (broken != cudaSuccess) return fail(broken);              \
+  } while (0)
 
 std::string in_hex(const void* address) {
   char text[32];
@@ -163,46 +205,66 @@ uint64_t hash_of(const void* memory, size_t size) {
   return hash;
 }
 
-void carry_out(const Operation& operation);
+bool carry_out(const Operation& operation);
 
 bool has_happened(const Position& position) { return position.count < 0 || streams[position.stream].done >= position.count; }
 
-void carry_out_next(Stream& stream) {
+// Returns whether it could be carried out. If not, it waits for another process.
+bool carry_out_next(Stream& stream) {
   Operation next = stream.waiting.front();
-  stream.waiting.pop_front();
   stream.busy = true;
-  carry_out(next);
+  bool is_done = carry_out(next);
   stream.busy = false;
+  if (!is_done) return false;
+  stream.waiting.pop_front();
   stream.done++;
+  return true;
 }
 
-// If one stream is late, the others do all that waits for nothing.
+bool is_late(cudaStream_t handle, const Stream& stream) { return lazy && !stream.is_default && (!late || handle == late); }
+
+// Streams that are not late do all that waits for nothing.
 void progress() {
-  if (!late) return;
+  if (!late && !has_meetings) return;
   for (bool more = true; more;) {
     more = false;
     for (auto& [handle, stream] : streams)
-      while (handle != late && !stream.busy && !stream.waiting.empty()) {
+      while (!is_late(handle, stream) && !stream.busy && !stream.waiting.empty()) {
         const Operation& next = stream.waiting.front();
         if (next.kind == Operation::kWait && !has_happened(next.position)) break;
-        carry_out_next(stream);
+        if (!carry_out_next(stream)) break;
         more = true;
       }
   }
 }
 
-// Carry out what a stream was given up to a position, and what that waits for. Streams that are not late are as far ahead as they can
-// be behind each operation.
-void advance(const Position& position) {
+// Carry out what a stream was given up to a position, and what that waits for, as far as other processes allow. Streams that are not late
+// are as far ahead as they can be behind each operation. Returns whether the position is reached.
+bool advance(const Position& position) {
   Stream& stream = streams[position.stream];
   while (stream.done < position.count && !stream.busy && !stream.waiting.empty()) {
-    carry_out_next(stream);
+    if (!carry_out_next(stream)) break;
     progress();
+  }
+  return has_happened(position);
+}
+
+// A thread of the host waits, as long as other processes keep it waiting.
+void await(const Position& position) {
+  for (;; usleep(kPause)) {
+    Guard held(guard);
+    if (advance(position)) return;
   }
 }
 
-void advance_all() {
-  for (auto& [handle, stream] : streams) advance({handle, stream.given});
+void await_all(int device) {
+  std::vector<Position> ends;
+  {
+    Guard held(guard);
+    for (auto& [handle, stream] : streams)
+      if (stream.device == device) ends.push_back({handle, stream.given});
+  }
+  for (const Position& end : ends) await(end);
 }
 
 bool overlaps(const void* a, size_t a_size, const void* b, size_t b_size) {
@@ -228,11 +290,12 @@ void check_filled(const Operation& reader) {
       }
 }
 
-void carry_out(const Operation& operation) {
+bool carry_out(const Operation& operation) {
   switch (operation.kind) {
     case Operation::kWait:
-      advance(operation.position);
-      break;
+      return advance(operation.position);
+    case Operation::kMeeting:
+      return operation.meet(operation.target);
     case Operation::kCall:
       operation.call(operation.target);
       break;
@@ -248,25 +311,30 @@ void carry_out(const Operation& operation) {
       memmove(reach(operation.target, operation.size, "a copy"), reach(operation.source, operation.size, "a copy"), operation.size);
       device_wrote(operation.target, operation.size);
   }
+  return true;
+}
+
+// The key of a stream: CUDA's handles of the default stream stand for that of the current device.
+cudaStream_t key_of(cudaStream_t handle) {
+  if (uintptr_t(handle) > 2) return handle;
+  cudaStream_t key = cudaStream_t(0x100 + 16 * uintptr_t(current_device));
+  Stream& stream = streams[key];
+  stream.device = current_device, stream.is_default = true;
+  return key;
 }
 
 void give(cudaStream_t handle, Operation operation) {
   Stream& stream = streams[handle];
   operation.number = ++operations;
-  if (!lazy || !handle) {  // the default stream of this runtime works at once
-    advance({handle, stream.given});
-    carry_out(operation);
-    stream.given++, stream.done++;
-    return;
-  }
   stream.waiting.push_back(operation);
   stream.given++;
+  if (!lazy || stream.is_default) advance({handle, stream.given});
   progress();
 }
 
-long given_to(cudaStream_t stream) {
+long given_to(cudaStream_t key) {
   Guard held(guard);
-  return streams[stream].given;
+  return streams[key].given;
 }
 
 // A thread of the host waits. It waits for some time if one stream is late: other threads go on meanwhile.
@@ -277,8 +345,25 @@ void wait_for(const Position& position) {
     sleeps = late && !has_happened(position);
   }
   if (sleeps) usleep(kLate);
+  await(position);
+}
+
+// The process ends, and with it the memory of this runtime.
+void end_meetings() {
   Guard held(guard);
-  advance(position);
+  is_ending = true;
+}
+
+// Carries out the meetings that other processes wait for, and what such a meeting held up in streams that are not late.
+void meet_others() {
+  for (;; usleep(4 * kPause)) {
+    Guard held(guard);
+    if (is_ending) return;
+    cudaStream_t stream;
+    long count;
+    if (wanted_elsewhere && wanted_elsewhere(&stream, &count)) advance({stream, count});
+    progress();
+  }
 }
 
 void check_not_in_use(const void* memory, size_t size, const char* what) {
@@ -298,33 +383,56 @@ cudaMemcpyKind kind_of(const void* target, const void* source) {
   return to ? (from ? cudaMemcpyDeviceToDevice : cudaMemcpyHostToDevice) : (from ? cudaMemcpyDeviceToHost : cudaMemcpyHostToHost);
 }
 
-cudaError_t copy(void* target, const void* source, size_t size, cudaMemcpyKind kind, cudaStream_t stream, bool waits) {
-  Guard held(guard);
+int device_of(const void* address) {
+  auto found = region_of(device_memory, uintptr_t(address), size_of_region);
+  return found == device_memory.end() ? -1 : found->second.device;
+}
+
+cudaError_t copy(void* target, const void* source, size_t size, cudaMemcpyKind kind, cudaStream_t handle, bool waits) {
   if (!size) return cudaSuccess;
-  cudaMemcpyKind is = kind_of(target, source);
-  if (kind != cudaMemcpyDefault && kind != is) {
-    violation("a copy of " + std::to_string(size) + " bytes has another kind than its memory");
-    return fail(cudaErrorInvalidValue);
+  IN_CONTEXT();
+  Position end;
+  {
+    Guard held(guard);
+    cudaMemcpyKind is = kind_of(target, source);
+    if (kind != cudaMemcpyDefault && kind != is) {
+      violation("a copy of " + std::to_string(size) + " bytes has another kind than its memory");
+      return fail(cudaErrorInvalidValue);
+    }
+    const char* name = is == cudaMemcpyHostToDevice ? "h2d" : is == cudaMemcpyDeviceToHost ? "d2h" : "other copies";
+    const void* host = is == cudaMemcpyHostToDevice ? source : is == cudaMemcpyDeviceToHost ? target : nullptr;
+    bool pageable = host && !is_locked(host, size);
+    count(std::string(name) + (pageable ? " pageable" : ""));
+    count(std::string(name) + " bytes", size);
+    cudaStream_t key = key_of(handle);
+    if (streams[key].is_default) count("on the default stream");
+    for (const void* end : {(const void*)target, source})
+      if (is_device(end) && device_of(end) != streams[key].device) count("copies by another device's stream");
+    Operation operation{Operation::kCopy};
+    operation.target = target, operation.source = source, operation.size = size;
+    if ((lazy || has_meetings) && host && !pageable) operation.watched = host, operation.hash = hash_of(host, size);
+    give(key, operation);
+    end = {key, streams[key].given};
+    waits |= pageable;  // CUDA returns after such a copy
   }
-  const char* name = is == cudaMemcpyHostToDevice ? "h2d" : is == cudaMemcpyDeviceToHost ? "d2h" : "other copies";
-  const void* host = is == cudaMemcpyHostToDevice ? source : is == cudaMemcpyDeviceToHost ? target : nullptr;
-  bool pageable = host && !is_locked(host, size);
-  count(std::string(name) + (pageable ? " pageable" : ""));
-  count(std::string(name) + " bytes", size);
-  if (!stream) count("on the default stream");
-  Operation operation{Operation::kCopy};
-  operation.target = target, operation.source = source, operation.size = size;
-  if (lazy && host && !pageable) operation.watched = host, operation.hash = hash_of(host, size);
-  give(stream, operation);
-  if (pageable || waits) advance({stream, streams[stream].given});  // CUDA returns after such a copy
+  if (waits) await(end);
   return cudaSuccess;
 }
 
-cudaError_t launched(cudaStream_t stream) {
+// A launch reports the error of the call before it. A stream belongs to the device that was current when it was made.
+cudaError_t launched(cudaStream_t handle) {
+  IN_CONTEXT();
   Guard held(guard);
   count("launches");
-  if (!stream) count("on the default stream");
-  cudaError_t error = last_error;  // a launch reports the error of the call before it
+  cudaStream_t key = key_of(handle);
+  if (streams[key].is_default) count("on the default stream");
+  if (streams[key].device != current_device) {
+    violation("a kernel was launched on a stream of device " + std::to_string(streams[key].device) + " while device " +
+              std::to_string(current_device) + " was the current one");
+    return fail(cudaErrorInvalidResourceHandle);
+  }
+  if (launch_to_fail >= 0 && launch_to_fail-- == 0) broken = cudaErrorIllegalAddress;  // the calls behind it tell
+  cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
 }
@@ -337,14 +445,74 @@ extern "C" {
 
 void fake_count(const char* name) { count(name); }
 
-void fake_launch(void) { count("launches"); }
+// A launch by the driver, or a call on the host that computes the numbers of one. They return the error of CUDA.
+int fake_launch(cudaStream_t stream) { return launched(stream); }
 
-// A call on the host as an operation of a stream, and the address by which it reaches device memory.
-void fake_give(cudaStream_t stream, void (*call)(void*), void* argument) { cudaLaunchHostFunc(stream, call, argument); }
+int fake_give(cudaStream_t stream, void (*call)(void*), void* argument) {
+  cudaError_t error = launched(stream);
+  return error != cudaSuccess ? error : cudaLaunchHostFunc(stream, call, argument);
+}
 
+// The address by which an operation reaches device memory, and the device whose memory it is; -1: memory of the host.
 char* fake_reach(const void* address, size_t size) {
   Guard held(guard);
   return reach(address, size, "an operation");
+}
+
+int fake_device_of(const void* address) {
+  Guard held(guard);
+  return device_of(address);
+}
+
+int fake_device_of_stream(cudaStream_t stream) {
+  Guard held(guard);
+  return streams[key_of(stream)].device;
+}
+
+// The lock of this runtime, for calls that belong together.
+void fake_lock(void) { guard.lock(); }
+void fake_unlock(void) { guard.unlock(); }
+
+void fake_violation(const char* sentence) {
+  Guard held(guard);
+  violation(sentence);
+}
+
+// An operation that waits for other processes: `meet` is called until it returns true. Returns how many operations the stream was given,
+// with this one. `wanted` finds the stream and this number of an operation for which another process waits already.
+long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(cudaStream_t*, long*)) {
+  Guard held(guard);
+  if (!has_meetings) atexit(end_meetings), std::thread(meet_others).detach();
+  has_meetings = true, wanted_elsewhere = wanted;
+  Operation operation{Operation::kMeeting};
+  operation.meet = meet, operation.target = argument;
+  cudaStream_t key = key_of(stream);
+  give(key, operation);
+  return streams[key].given;
+}
+
+// What a stream gets next waits for the first `count` operations of another one.
+void fake_wait(cudaStream_t stream, cudaStream_t other, long count) {
+  Guard held(guard);
+  Operation wait{Operation::kWait};
+  wait.position = {key_of(other), count};
+  give(key_of(stream), wait);
+}
+
+// The devices that this process has used, a bit each.
+unsigned fake_contexts(void) {
+  Guard held(guard);
+  unsigned bits = 0;
+  for (int device : contexts) bits |= 1u << device;
+  return bits;
+}
+
+// The launch after this many more fails as a kernel does: no call of this process works from then on; -1: none does. Returns how many
+// were still to come.
+int fake_fail_launch(int after) {
+  Guard held(guard);
+  std::swap(after, launch_to_fail);
+  return after;
 }
 
 void fake_reset(void) {
@@ -354,8 +522,8 @@ void fake_reset(void) {
 }
 
 void fake_set_lazy(int on) {
+  for (int device = 0; device < device_count(); device++) await_all(device);
   Guard held(guard);
-  advance_all();
   lazy = on;
   late = nullptr;
 }
@@ -377,13 +545,36 @@ int fake_fail_malloc(int after) {
   return after;
 }
 
+size_t all_used() {
+  size_t sum = 0;
+  for (auto& [device, bytes] : used) sum += bytes;
+  return sum;
+}
+
+// Streams that have something left to do, a line each. Valid until the next call.
+const char* fake_streams(void) {
+  Guard held(guard);
+  static std::string text;
+  text.clear();
+  const char* const names[] = {"a copy", "a fill", "a wait", "a call", "a meeting"};
+  for (auto& [handle, stream] : streams)
+    if (!stream.waiting.empty()) {
+      const Operation& next = stream.waiting.front();
+      text += "stream " + std::to_string(uintptr_t(handle)) + ", " + std::to_string(stream.done) + " of " + std::to_string(stream.given) + " done, next " +
+              names[next.kind];
+      if (next.kind == Operation::kWait) text += " for " + std::to_string(next.position.count) + " of stream " + std::to_string(uintptr_t(next.position.stream));
+      text += "\n";
+    }
+  return text.c_str();
+}
+
 // Lines "name=number", then lines that are sentences, one for each violation. Valid until the next call.
 const char* fake_report(void) {
   Guard held(guard);
   static std::string text;
   text.clear();
   for (auto& [name, number] : counts) text += name + "=" + std::to_string(number) + "\n";
-  text += "locked ranges=" + std::to_string(locked_memory.size()) + "\ndevice bytes=" + std::to_string(used) + "\n";
+  text += "locked ranges=" + std::to_string(locked_memory.size()) + "\ndevice bytes=" + std::to_string(all_used()) + "\n";
   for (auto& sentence : violations) text += sentence + "\n";
   return text.c_str();
 }
@@ -399,6 +590,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSI
 cudaError_t cudaSetDevice(int device) {
   if (!valid_device(device)) return fail(cudaErrorInvalidDevice);
   current_device = device;
+  IN_CONTEXT();
   return cudaSuccess;
 }
 
@@ -458,25 +650,29 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
-  Guard held(guard);
+  IN_CONTEXT();
   count("DeviceSynchronize");
-  advance_all();
+  await_all(current_device);
   return cudaSuccess;
 }
 
 cudaError_t cudaGetLastError(void) {
+  if (broken != cudaSuccess) return broken;
   cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
 }
 
-cudaError_t cudaPeekAtLastError(void) { return last_error; }
+cudaError_t cudaPeekAtLastError(void) { return broken != cudaSuccess ? broken : last_error; }
 
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
     case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
     case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
     case cudaErrorHostMemoryNotRegistered: return "cudaErrorHostMemoryNotRegistered";
+    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
+    case cudaErrorDevicesUnavailable: return "cudaErrorDevicesUnavailable";
     case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
     case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
     case cudaErrorNotReady: return "cudaErrorNotReady";
@@ -485,14 +681,22 @@ const char* cudaGetErrorName(cudaError_t error) {
   }
 }
 
-const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorMemoryAllocation ? "out of memory" : cudaGetErrorName(error); }
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    default: return cudaGetErrorName(error);
+  }
+}
 
 // ---- streams and events -----------------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  IN_CONTEXT();
   Guard held(guard);
   count("StreamCreate");
   *stream = cudaStream_t(last_stream += 16);
+  streams[*stream].device = current_device;
   return cudaSuccess;
 }
 
@@ -501,39 +705,50 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWith
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 
+cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
+  Guard held(guard);
+  return *device = streams[key_of(handle)].device, cudaSuccess;
+}
+
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  IN_CONTEXT();
   Guard held(guard);
   count("StreamQuery");
-  Stream& stream = streams[handle];
+  Stream& stream = streams[key_of(handle)];
   return stream.done >= stream.given ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+  IN_CONTEXT();
   count("StreamSynchronize");
-  wait_for({handle, given_to(handle)});
+  cudaStream_t key = key_of(handle);
+  wait_for({key, given_to(key)});
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  IN_CONTEXT();
   Guard held(guard);
   count("StreamWaitEvent");
   Operation wait{Operation::kWait};
   wait.position = ((Event*)event)->position;
-  if (wait.position.count > 0) give(stream, wait);
+  if (wait.position.count > 0) give(key_of(stream), wait);
   return cudaSuccess;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void* argument) {
+  IN_CONTEXT();
   Guard held(guard);
   Operation operation{Operation::kCall};
   operation.call = call, operation.target = argument;
-  give(stream, operation);
+  give(key_of(stream), operation);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  IN_CONTEXT();
   count("EventCreate");
-  *event = (cudaEvent_t) new Event();
+  *event = (cudaEvent_t) new Event{{}, 0, current_device};
   return cudaSuccess;
 }
 
@@ -541,33 +756,48 @@ cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlag
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete (Event*)event;
-  return cudaSuccess;
+  return broken;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  IN_CONTEXT();
   Guard held(guard);
   count("EventRecord");
-  *(Event*)event = {{stream, streams[stream].given}, now()};
+  Event& event = *(Event*)handle;
+  cudaStream_t key = key_of(stream);
+  if (event.device != streams[key].device) {
+    violation("an event of device " + std::to_string(event.device) + " was recorded in a stream of device " + std::to_string(streams[key].device));
+    return fail(cudaErrorInvalidResourceHandle);
+  }
+  event.position = {key, streams[key].given}, event.seconds = now();
   return cudaSuccess;
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
 
+// A thread that asks again and again waits: what is late happens then.
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (broken != cudaSuccess) return fail(broken);
   Guard held(guard);
   count("EventQuery");
-  return has_happened(((Event*)event)->position) ? cudaSuccess : cudaErrorNotReady;
+  asks = asked_for == event ? asks + 1 : 0;
+  asked_for = event;
+  const Position& position = ((Event*)event)->position;
+  return has_happened(position) || (asks >= kAsks && advance(position)) ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  IN_CONTEXT();
   count("EventSynchronize");
   wait_for(((Event*)event)->position);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEvent_t second) {
+  IN_CONTEXT();
   Guard held(guard);
   Event *start = (Event*)first, *end = (Event*)second;
+  if (start->device != end->device) return fail(cudaErrorInvalidResourceHandle);
   if (!has_happened(start->position) || !has_happened(end->position)) return cudaErrorNotReady;
   *milliseconds = float((end->seconds - start->seconds) * 1e3);
   return cudaSuccess;
@@ -590,9 +820,10 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 // ---- memory -----------------------------------------------------------------------------------------------------------------
 
 cudaError_t cudaMalloc(void** address, size_t size) {
+  IN_CONTEXT();
   Guard held(guard);
   count("Malloc");
-  if (used + size > limit || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
+  if (used[current_device] + size > limit || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
   size_t whole = (size + kPage - 1) / kPage * kPage;
   int file = memfd_create("device memory", 0);
   if (file < 0 || ftruncate(file, whole)) {
@@ -604,36 +835,41 @@ cudaError_t cudaMalloc(void** address, size_t size) {
   close(file);
   if (outside == MAP_FAILED || inside == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
   device_memory[uintptr_t(outside)] = {size, (char*)inside, current_device};
-  used += size;
+  used[current_device] += size;
   *address = outside;
   return cudaSuccess;
 }
 
 cudaError_t cudaFree(void* address) {
-  Guard held(guard);
   if (!address) return cudaSuccess;
+  IN_CONTEXT();
   count("Free");
+  int device = fake_device_of(address);
+  if (device >= 0) await_all(device);  // cudaFree waits for the device
+  Guard held(guard);
   auto found = device_memory.find(uintptr_t(address));
   if (found == device_memory.end()) {
     violation("cudaFree of memory that cudaMalloc has not given");
     return fail(cudaErrorInvalidValue);
   }
-  advance_all();  // cudaFree waits for the device
   size_t whole = (found->second.size + kPage - 1) / kPage * kPage;
   munmap(address, whole);
   munmap(found->second.inside, whole);
-  used -= found->second.size;
+  used[found->second.device] -= found->second.size;
   device_memory.erase(found);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  IN_CONTEXT();
+  Guard held(guard);
   *total = kTotalMemory;
-  *free_bytes = kTotalMemory - used;
+  *free_bytes = kTotalMemory - used[current_device];
   return cudaSuccess;
 }
 
 cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
+  IN_CONTEXT();
   Guard held(guard);
   count("HostAlloc");
   *address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -643,6 +879,7 @@ cudaError_t cudaHostAlloc(void** address, size_t size, unsigned) {
 }
 
 cudaError_t cudaFreeHost(void* address) {
+  IN_CONTEXT();
   Guard held(guard);
   auto found = locked_memory.find(uintptr_t(address));
   if (found == locked_memory.end()) return fail(cudaErrorInvalidValue);
@@ -653,6 +890,7 @@ cudaError_t cudaFreeHost(void* address) {
 }
 
 cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
+  IN_CONTEXT();
   Guard held(guard);
   count("HostRegister");
   count("HostRegister bytes", size);
@@ -671,6 +909,7 @@ cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void* address) {
+  IN_CONTEXT();
   Guard held(guard);
   count("HostUnregister");
   auto found = locked_memory.find(uintptr_t(address));
@@ -686,12 +925,13 @@ cudaError_t cudaHostUnregister(void* address) {
 }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+  if (broken != cudaSuccess) return fail(broken);
   Guard held(guard);
   count("PointerGetAttributes");
   memset(attributes, 0, sizeof *attributes);
   bool on_device = is_device(address);
   attributes->type = on_device ? cudaMemoryTypeDevice : is_locked(address, 1) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-  attributes->device = on_device ? region_of(device_memory, uintptr_t(address), size_of_region)->second.device : current_device;
+  attributes->device = on_device ? device_of(address) : current_device;
   attributes->devicePointer = attributes->hostPointer = (void*)address;
   return cudaSuccess;
 }
@@ -709,11 +949,12 @@ cudaError_t cudaMemcpyPeerAsync(void* target, int, const void* source, int, size
 }
 
 cudaError_t cudaMemsetAsync(void* target, int value, size_t size, cudaStream_t stream) {
+  IN_CONTEXT();
   Guard held(guard);
   count("fills");
   Operation operation{Operation::kFill};
   operation.target = target, operation.value = value, operation.size = size;
-  give(stream, operation);
+  give(key_of(stream), operation);
   return cudaSuccess;
 }
 
@@ -811,7 +1052,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
 }
 
 #define PRODUCT(name) \
-  int name() { return count("products"), 0; }
+  int name() { return count("products"), broken == cudaSuccess ? 0 : 13; /* CUBLAS_STATUS_EXECUTION_FAILED */ }
 PRODUCT(cublasSgemm_v2) PRODUCT(cublasDgemm_v2) PRODUCT(cublasGemmEx) PRODUCT(cublasGemmStridedBatchedEx)
 PRODUCT(cublasSgemmStridedBatched) PRODUCT(cublasDgemmStridedBatched) PRODUCT(cublasSgemmEx) PRODUCT(cublasSgemv_v2)
 PRODUCT(cublasDgemv_v2) PRODUCT(cublasDdot_v2) PRODUCT(cublasSdot_v2) PRODUCT(cublasDotEx) PRODUCT(cublasLtMatmul)

@@ -42,10 +42,12 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def training(update: str, *, layers: int = 4, width: int = 64, **options: object) -> tuple[Callable, Callable[[], torch.Tensor]]:
+def training(
+    update: str, *, layers: int = 4, width: int = 64, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: object
+) -> tuple[Callable, Callable[[], torch.Tensor]]:
     """A compiled model on the GPU, and a function that makes one step and returns the loss."""
     plain = Transformer(layers, width)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    optimizer = kind(plain.parameters(), lr=1e-3)
     given = {"micro_batches": 4, "device": "cuda", "block_compiler": "eager", **UPDATES[update], **options}
     if update != "at_step":
         given["optimizer"] = optimizer
