@@ -160,7 +160,6 @@ class HostTimes:
         else:
             for thread in (self.worker, self.updating):
                 self.clocks.thread.wait(thread.event())
-            self._finish_writes()
             self._done.clear()
             self._end_step(self._of_step)
         self._of_step = OfStep()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from l2l_compile.ir.captured import ParameterSlice
+from l2l_compile.memory.heap import apart_from_the_heap
 from l2l_compile.memory.layout import aligned
 from l2l_compile.memory.pages import Lease, Pool, unlocked
 
@@ -30,6 +31,13 @@ class GradientMemory:
         if gradient.dtype == dtype:
             return gradient
         return self._pool.empty(gradient.shape, dtype, "a gradient").copy_(gradient)
+
+    def alone(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient in memory of its own: a buffer that the gradients of a segment share is free when none of them waits."""
+        if gradient.untyped_storage().nbytes() == gradient.nbytes:
+            return gradient
+        with apart_from_the_heap():
+            return gradient.clone()
 
     def wire(self, parameters: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """The first `size` bytes of a buffer for gradients as wide as these parameters."""

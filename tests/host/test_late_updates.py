@@ -242,6 +242,117 @@ def test_a_late_update_that_no_forward_reads_is_made(tmp_path):
     assert same(*found)
 
 
+@pytest.mark.parametrize("update", ["in_backward", "in_forward"])
+@pytest.mark.parametrize("who", ["its optimizer", "another one"])
+def test_a_step_on_other_gradients_waits_for_late_updates(who, update, tmp_path):
+    """With gradients that no compiled model has made, behind a step whose updates are under way."""
+    found = []
+    for disk in (None, tmp_path):
+        with slow_disk(Faults(rate=5e6)):
+            made = training(disk=disk, spare=ROOM, update=update)
+            other = torch.optim.SGD(made.model.parameters(), lr=0.1) if who == "another one" else made.optimizer
+            shapes = [p.shape for p in made.model.parameters()]
+            made.step(2)
+            for _ in range(2):
+                made.step()
+                threading.Event().wait(0.6)  # the first of its updates are over, and their writes are not
+                for parameter, shape in zip(made.model.parameters(), shapes, strict=True):
+                    parameter.grad = torch.full(shape, 0.01)
+                other.step()
+                other.zero_grad()
+            found.append(made.tensors())
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    "options", [{"update": "in_backward"}, {"update": "in_forward"}, {"update": "in_forward", "delay": 1}], ids=str
+)
+def test_a_parameter_without_a_gradient_is_read_as_written(options, tmp_path):
+    """Its last update is over, and on its way to the disk, when a step without it returns."""
+    found = []
+    for disk in (None, tmp_path):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        with slow_disk(Faults(rate=5e6)):
+            made = training_of(TwoWays(), "adamw", disk, spare=ROOM if options["update"] == "in_backward" else 200_000, **options)
+            seen = []
+            for number in range(5):
+                x = torch.randn(6, 5, generator=torch.Generator().manual_seed(number))
+                made.call(x, number % 2).pow(2).mean().backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+                seen.append(made.model.branches[2 * (1 - number % 2) + 1].weight.detach() + 0.0)
+            found.append([*seen, *made.tensors()])
+    assert same(*found)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in a group the steps in which it had gradients."""
+
+    def __init__(self, parameters):
+        super().__init__([{"params": [p]} for p in parameters], {"step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                group["step"] += 1
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.01 / group["step"])
+
+
+def test_counts_of_groups_are_those_of_all_updates(tmp_path, monkeypatch):
+    """Each step begins with the counts of the one before, and what the loop sets behind a step stays."""
+    monkeypatch.setitem(OPTIMIZERS, "counting", Counting)
+    found = []
+    for disk in (None, tmp_path):
+        with slow_disk(Faults(rate=SLOW)):
+            made = training("counting", disk=disk, spare=ROOM, update="in_backward")
+            made.step(3)
+            made.tensors()
+            counts = [group["step"] for group in made.optimizer.param_groups]
+            made.step()
+            for group in made.optimizer.param_groups[: -2 * 2]:  # not those of which an update is to come
+                group["step"] = 7
+            made.step()
+            found.append([*made.tensors(), torch.tensor([counts, [g["step"] for g in made.optimizer.param_groups]])])
+    assert same(*found) and counts == [3] * len(counts)
+
+
+class Joined(nn.Module):
+    """A layer of four matrices, whose gradients come together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(torch.tanh(part(x)) for part in self.parts)
+
+
+def test_a_gradient_that_waits_holds_no_other(tmp_path):
+    """The gradients of a layer come in one buffer. What waits is no part of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, WIDTH), *(Joined() for _ in range(3)), nn.Linear(WIDTH, 3))
+    on_the_way = 9 * MATRIX  # of gradients: a layer has four times the entries of those that `training` knows
+    made = training(model=model, disk=tmp_path, spare=400_000 + on_the_way + 4 * MATRIX, update="in_backward")
+    made.step(2)
+    assert len(made.stored.late) == 4
+    updates, gate = session_of(made.call).server.updates, threading.Event()
+    update = updates._update_late
+    waiting = []
+    updates._update_late = lambda *given: (gate.wait(20), update(*given))
+    put_off = updates._put_off
+    updates._put_off = lambda gradients, work: (waiting.extend(gradients.values()), put_off(gradients, work))
+    made.step()
+    try:
+        assert sum(g.untyped_storage().nbytes() for g in waiting) == made.stored.plan.late_gradients == 4 * MATRIX
+    finally:
+        gate.set()
+    made.tensors()
+
+
 def test_explain_counts_gradients_that_wait(tmp_path):
     made = late(disk=tmp_path)
     report = l2l_compile.explain(made.call)(torch.ones(6, 5))

@@ -68,7 +68,8 @@ def test_a_delayed_step_writes_its_bytes_once(tmp_path):
     l2l_compile.commit(made.call, wait=True)
     manifest = (tmp_path / "l2l-store.manifest").stat().st_size
     assert plan.masters == LAYERS * 4 * WIDTH**2 and plan.states == 2 * plan.masters
-    assert of_step.disk_written_bytes <= plan.masters + plan.states + manifest < 1.02 * plan.placement.on_disk
+    most = plan.masters + plan.states + 2 * manifest  # that of the step before may have come behind the beginning of this one
+    assert of_step.disk_written_bytes <= most < 1.03 * plan.placement.on_disk
     size = (tmp_path / "l2l-store.bin").stat().st_size
     assert 3 * plan.masters + 2 * plan.states <= size < 3 * plan.masters + 2 * plan.states + (2 << 20)
     made.step(4)

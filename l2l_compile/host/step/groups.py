@@ -20,27 +20,34 @@ class Groups:
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
-        self._before = Hyperparameters()
-        self._after: Hyperparameters | None = None
+        self._before = Hyperparameters()  # where the layers of a step begin
+        self._after: Hyperparameters | None = None  # what they have left so far; None if `commit` has put it into the groups
+        self._shown: Hyperparameters | None = None  # what `commit` has put there of this step
         self._snapshots: list[Hyperparameters | None] = []  # one for each running `step`, which may call its base class's `step`
 
     def counted(self, before: Hyperparameters, after: Hyperparameters) -> None:
         """The step of a layer has turned the hyperparameters `before` into `after`."""
-        of_this_step = self._after is not None and self._before is before
-        self._before, self._after = before, self._after.joined(after) if of_this_step and self._after is not None else after
+        if self._before is not before:
+            self._before, self._after, self._shown = before, None, None
+        so_far = self._after or self._shown
+        self._after = so_far.joined(after) if so_far is not None else after
 
     def commit(self) -> None:
         """Put the changes of the layers' steps into the groups and the state."""
         self.put_into(self._optimizer.param_groups, self._optimizer.state)
-        self._after = None
+        self._shown, self._after = self._after or self._shown, None
 
     def put_into(self, groups: Iterable[MutableMapping[str, Any]], state: MutableMapping[Any, Any]) -> None:
-        """As `commit`, into these groups and this state; the changes are kept."""
+        """As `commit`, into these groups and this state; the changes are kept.
+
+        What an earlier `commit` has put there of this step is left as it is now: code of the user may have changed it.
+        """
         if self._after is None:
             return
-        for group, before, after in zip(groups, self._before.groups, self._after.groups, strict=False):
+        start = self._shown or self._before
+        for group, before, after in zip(groups, start.groups, self._after.groups, strict=False):
             put(group, before, after)
-        put(state, self._before.named, self._after.named)
+        put(state, start.named, self._after.named)
 
     def begin_own_step(self, is_undone: bool = True) -> Hyperparameters:
         """The optimizer's own `step` begins, whose changes are undone, or kept. Returns the hyperparameters now."""

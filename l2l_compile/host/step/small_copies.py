@@ -282,4 +282,5 @@ def whole_state(small: torch.optim.Optimizer) -> list[Any]:
 
 def named_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """Entries of `optimizer.state` that belong to no parameter: counts under a name."""
-    return {name: value for name, value in optimizer.state.items() if not isinstance(name, torch.Tensor)}
+    entries = list(optimizer.state.items())  # in one step: an update on another thread may add some
+    return {name: value for name, value in entries if not isinstance(name, torch.Tensor)}

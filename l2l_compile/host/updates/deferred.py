@@ -35,18 +35,18 @@ class DeferredWriteGuard:
             if parameter not in there:
                 raise L2LError(
                     f"a parameter of shape {tuple(parameter.shape)} was taken out of the optimizer while its update was still to come: "
-                    "with update='in_forward', call l2l_compile.synchronize(model) before you change param_groups"
+                    "call l2l_compile.synchronize(model) before you change param_groups"
                 )
             known, entries, state = self._before[parameter]
             if self._optimizer.state.get(parameter) is not state:
                 raise L2LError(
                     f"the optimizer's state of a parameter of shape {tuple(parameter.shape)} was replaced while its update was still to "
-                    "come: with update='in_forward', call l2l_compile.synchronize(model) before you change optimizer.state"
+                    "come: call l2l_compile.synchronize(model) before you change optimizer.state"
                 )
             if identity(parameter) != known or not torch.equal(_some_entries(parameter), entries):
                 raise L2LError(
-                    f"a parameter of shape {tuple(parameter.shape)} was written while its update was still to come: with "
-                    "update='in_forward', call l2l_compile.synchronize(model) before you write into parameters"
+                    f"a parameter of shape {tuple(parameter.shape)} was written while its update was still to come: "
+                    "call l2l_compile.synchronize(model) before you write into parameters"
                 )
 
 

@@ -69,6 +69,9 @@ class UpdatesInBackward(PutOffUpdates):
         super().synchronize()
 
     def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
+        if pending is not None and self._late and not self.has_begun_to_update():
+            self._drain()  # a forward that did not read them has not waited for their last updates
+            self._groups.commit()
         super().begin_backward(pending, pushes)
         if pending is not None:
             pending.groups = hyperparameters(self.optimizer)
@@ -134,7 +137,6 @@ class UpdatesInBackward(PutOffUpdates):
     def _watch_writes(self) -> None:
         """From here to the updates that are late, no code of the user writes these parameters: the disk may read them ahead."""
         if self._late and self._guard is None:
-            self._drain()  # a forward that did not read them has not waited for their last updates
             self._guard = DeferredWriteGuard(self.optimizer, self._late)
 
     def _await_updates(self) -> None:
@@ -162,6 +164,8 @@ class UpdatesInBackward(PutOffUpdates):
 
     def begin_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self.optimizer and self._watch.is_on and not self.managed.isdisjoint(parameters_of(optimizer)):
+            if self._late:
+                self.synchronize()
             self._watch.end()
 
     def watch_again(self) -> None:
@@ -191,9 +195,7 @@ class UpdatesInBackward(PutOffUpdates):
 
     def _being_updated(self) -> Iterable[Parameter]:
         early = self.ledger.trained if self.ledger.in_a_last_round and not self._said else ()
-        if self._stored is None or not self._late:
-            return early
-        return [*early, *super()._being_updated(), *self._stored.being_written(self.managed)]
+        return [*early, *super()._being_updated()] if self._late else early
 
     def _read_in_step(self, parameter: Parameter, own: torch.Tensor | None) -> torch.Tensor | None:
         if is_read_by("zero_grad", "_apply"):
@@ -241,7 +243,7 @@ class UpdatesInBackward(PutOffUpdates):
                 "update='in_forward' looks at all gradients first and skips such a step"
             )
         self._squares += squares
-        late = {p: g for p, g in gradients.items() if p in self._late}
+        late = {p: self._memory.alone(g) for p, g in gradients.items() if p in self._late}
         if late:
             self._waiting.append((groups, late))
         self._step_layer({p: g for p, g in gradients.items() if p not in late}, 1.0, groups)

@@ -294,6 +294,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         zeros: list[Parameter] = []
         if running_steps(self.optimizer) == 1:
             self._refuse_a_second_step()
+            self.synchronize()  # the optimizer's own step reads and writes parameters, which may be under way
             if not (zeros := self._zeros_without(())):
                 self._before_step_of_others()
         groups = self._groups.begin_own_step(is_undone=bool(zeros))

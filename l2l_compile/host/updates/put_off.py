@@ -11,6 +11,7 @@ from l2l_compile.host.updates.overlapped import OverlappedUpdates
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
 from l2l_compile.options import Options
+from l2l_compile.param_groups import parameters_of
 
 
 class PutOffUpdates(OverlappedUpdates):
@@ -56,5 +57,5 @@ class PutOffUpdates(OverlappedUpdates):
         with self._tickets_change:
             tickets = dict(self._tickets)
         done = {ticket: ticket.look() for ticket in set(tickets.values())}
-        written = self._stored.being_written(tickets) if self._stored is not None else ()
+        written = self._stored.being_written(parameters_of(self.optimizer)) if self._stored is not None else ()
         return [*(p for p, ticket in tickets.items() if not done[ticket]), *written]
