@@ -33,9 +33,7 @@ class GradientMemory:
         return self._pool.empty(gradient.shape, dtype, "a gradient").copy_(gradient)
 
     def alone(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in memory of its own: a buffer that the gradients of a segment share is free when none of them waits."""
-        if gradient.untyped_storage().nbytes() == gradient.nbytes:
-            return gradient
+        """A copy of a gradient that waits: a buffer that the gradients of a segment share is free when none of them is left in it."""
         with apart_from_the_heap():
             return gradient.clone()
 
