@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class ParameterServer:
         self.workers = [worker(threads, device.accesses, name) for name in names]
         self.worker = self.workers[0]
         for each in self.workers:
-            each.running = device.updating
+            each.running = _updating(weakref.ref(device))
             weakref.finalize(self, each.close)
         self._in_flight: deque[_InFlight] = deque()
         self._memory = GradientMemory(device.unlocked_pool())
@@ -360,6 +361,16 @@ class ParameterServer:
         finally:
             self._in_flight.clear()
             self.updates.forget(step.host.pending)
+
+
+def _updating(device: weakref.ref[Device]) -> Callable[[], AbstractContextManager]:
+    """`Device.updating` of a device that is not kept alive: the threads of its lanes end with the model."""
+
+    def running() -> AbstractContextManager:
+        found = device()
+        return found.updating() if found is not None else nullcontext()
+
+    return running
 
 
 @dataclass
