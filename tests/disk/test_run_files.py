@@ -198,3 +198,26 @@ def test_runs_that_share_a_folder_keep_each_other_out(folders):
         VersionedStore(c, b)
     del store
     assert VersionedStore(a, b).contents is None
+
+
+def test_a_version_is_kept_over_several_folders(folders):
+    """Its places are striped as those of the last step, which later steps write beside them."""
+    store = VersionedStore(*folders)
+    tensor = filled(store, 1.0)
+    commit(store, tensor)
+    store.await_commit()
+    store.make_room_for_a_version()
+    store.keep("one")
+    for value in (2.0, 3.0, 4.0):
+        write(store, tensor, value)
+        commit(store, tensor)
+    store.await_commit()
+    assert bool((await_writes(tensor) == 4.0).all())
+    del store, tensor
+    found = []
+    for version in ("one", None):
+        store = VersionedStore(*folders, version=version)
+        held = store.again(StoredPlace(*store.contents[0]), torch.Size([ENTRIES]), torch.float32)
+        found.append(held.unique().tolist())
+        del store, held
+    assert found == [[1.0], [4.0]]
