@@ -14,7 +14,7 @@ MODULES = (
     "runtime.executor", "runtime.weight_handlers", "runtime.overlapped_copies", "runtime.activation_copies", "runtime.stashes",
     "runtime.stored_stashes", "runtime.runner", "runtime.outputs", "runtime.segment_run", "host.server", "host.updates.overlapped",
     "host.updates.other_models", "host.updates.in_forward", "host.updates.in_backward", "host.updates.delayed",
-    "host.updates.without_flush", "host.updates.interface", "host.updates.put_off", "host.double_buffer",
+    "host.updates.without_flush", "host.updates.interface", "host.updates.deferred_updates", "host.double_buffer",
 )  # fmt: skip
 WAITS = ("wait", "wait_on_host", "synchronize", "drain", "_drain", "settle")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from l2l_compile.disk.disk_file import whole_pages
-from l2l_compile.disk.disk_threads import Block, DiskThreads, Transfer
+from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads, Transfer
 from l2l_compile.disk.mapped_parts import Addresses
 from l2l_compile.disk.striped_file import StripedFile
 from l2l_compile.errors import DiskError
@@ -270,10 +270,10 @@ class DiskStore:
         self.check()
 
 
-def _blocks(spans: Sequence[StoredSpan], block: Callable[[StoredSpan, int, int], None]) -> list[Block]:
+def _blocks(spans: Sequence[StoredSpan], block: Callable[[StoredSpan, int, int], None]) -> list[DiskBlock]:
     """`block(span, offset, bytes)` for every block of every span, in the queue of its folder."""
     return [
-        Block(functools.partial(block, span, offset, size), folder)
+        DiskBlock(functools.partial(block, span, offset, size), folder)
         for span in spans
         for folder, offset, size in span.range.blocks(span.start, whole_pages(span.size))
     ]

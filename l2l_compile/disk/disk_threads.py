@@ -17,7 +17,7 @@ _LOOK = 0.2  # seconds
 _groups: weakref.WeakSet[DiskThreads] = weakref.WeakSet()
 
 
-class Block(NamedTuple):
+class DiskBlock(NamedTuple):
     """A call of a disk thread, and the number of the queue that it waits in: of a folder, so that no disk waits for another."""
 
     work: Callable[[], None]
@@ -110,7 +110,7 @@ class DiskThreads:
 
     def submit(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[DiskBlock],
         begin: Callable[[Transfer], None] = lambda _: None,
         then: Callable[[Transfer], None] = lambda _: None,
         *,

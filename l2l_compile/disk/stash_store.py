@@ -60,7 +60,7 @@ class FreeExtents:
         return end
 
 
-class Extent:
+class StashExtent:
     """Bytes of a file for the stashes of one forward, which take them one behind the other (one thread). Whoever has a place holds it."""
 
     def __init__(self, start: int, size: int):
@@ -81,7 +81,7 @@ class StoredTensor:
     shape: torch.Size
     dtype: torch.dtype
     range: StoredRange
-    extent: Extent
+    extent: StashExtent
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class StashStore(DiskStore):
         self._gone: deque[tuple[int, int]] = deque()  # noted by finalizers
         self._buffers: list[tuple[torch.Tensor, Transfer | None]] = []
 
-    def extent(self, size: int) -> Extent:
+    def extent(self, size: int) -> StashExtent:
         """Allocate bytes for the stashes of a forward. Raises `DiskError` if the file system has no room for them."""
         size = whole_pages(size)
         with self.guard:
@@ -118,11 +118,11 @@ class StashStore(DiskStore):
                         self._extents.give(found, self._used - found)
                     raise
                 self._used = found + size
-        made = Extent(found, size)
+        made = StashExtent(found, size)
         weakref.finalize(made, self._gone.append, (found, size)).atexit = False
         return made
 
-    def write_tensor(self, tensor: torch.Tensor, extent: Extent) -> StoredTensor:
+    def write_tensor(self, tensor: torch.Tensor, extent: StashExtent) -> StoredTensor:
         """Write a tensor of the host. Returns when all of it is on its way; `settle_writes` waits. Raises `DiskError`."""
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         size = whole_pages(flat.numel())

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from l2l_compile.disk.disk_store import StoredRange, StoredSpan
-from l2l_compile.disk.disk_threads import Block, DiskThreads, Transfer
+from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads, Transfer
 from l2l_compile.disk.folder_lock import FolderLock
 from l2l_compile.disk.manifest import names_of_versions, path_of_manifest, read_manifest, remove_manifest, write_manifest
 from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, check_parts, remove_parts
@@ -215,7 +215,7 @@ class VersionedStore(StoreWithPlaces):
                 self._last, self._named = manifest, _named_by(manifest)
                 self._trim()
 
-        self._commit = self._committer.submit([Block(commit)], then=self._note_commit)
+        self._commit = self._committer.submit([DiskBlock(commit)], then=self._note_commit)
 
     def await_commit(self) -> None:
         """Wait until the commit that was begun last is done. Raises `DiskError`."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from l2l_compile.devices.device import Device, HostWeights
-from l2l_compile.disk.stash_store import Extent
+from l2l_compile.disk.stash_store import StashExtent
 from l2l_compile.ir.segments import Segment
 from l2l_compile.lowering.lower import Lowering
 from l2l_compile.lowering.savings import Saving, Savings
@@ -218,7 +218,7 @@ class Step:
     elsewhere: frozenset[torch.Tensor] = frozenset()
     absent: frozenset[tuple[int, str]] = frozenset()
     stored: Mapping[fx.Node, int] = field(default_factory=dict)
-    extent: Extent | None = None
+    extent: StashExtent | None = None
     replayed: dict[int, torch.Tensor] = field(default_factory=dict)
     keeps: dict[tuple[Callable, int], tuple[RuntimeValue, int]] = field(default_factory=dict)
     host: HostRecord = field(default_factory=HostRecord)

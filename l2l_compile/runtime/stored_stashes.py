@@ -20,7 +20,7 @@ from torch import fx
 from l2l_compile.devices.device import Device
 from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.disk.disk_threads import Transfer
-from l2l_compile.disk.stash_store import BUFFER_BYTES, Extent, StashStore, StoredTensor
+from l2l_compile.disk.stash_store import BUFFER_BYTES, StashExtent, StashStore, StoredTensor
 from l2l_compile.errors import L2LError
 from l2l_compile.ir import nodes
 from l2l_compile.ir.program import DISK_AHEAD, LEAST_ON_DISK
@@ -112,7 +112,7 @@ class StashesOnDisk:
         if self._store is not None:
             self._store.check()
 
-    def begin_forward(self, sizes: Sequence[int]) -> Extent | None:
+    def begin_forward(self, sizes: Sequence[int]) -> StashExtent | None:
         """Room on disk for the stashes of a forward, each with its bytes; None if it stores none. Raises `DiskError`."""
         self.check()
         self._set_window(sizes)
@@ -121,7 +121,7 @@ class StashesOnDisk:
     def _set_window(self, sizes: Sequence[int]) -> None:
         self._window = window(sizes)
 
-    def put(self, x: RuntimeValue, size: int, extent: Extent, stats: Stats) -> RuntimeValue:
+    def put(self, x: RuntimeValue, size: int, extent: StashExtent, stats: Stats) -> RuntimeValue:
         """Have a value of the host written, whose memory is free then. Waits while too much is being written. Raises `DiskError`."""
         result = RuntimeValue([])
         result.lane, result.on_disk = Lane.DISK_WRITE, StoredStash()
@@ -191,7 +191,7 @@ class StashesOnDisk:
             self._under_way.clear()
             self._loaded.clear()
 
-    def _write(self, tensors: Sequence[torch.Tensor], extent: Extent) -> list[StoredTensor]:
+    def _write(self, tensors: Sequence[torch.Tensor], extent: StashExtent) -> list[StoredTensor]:
         """Write tensors, each once (lane disk_write). Returns when they are written."""
         made: dict[tuple, StoredTensor] = {}
         for key, tensor in zip(map(_key, tensors), tensors, strict=True):
@@ -212,7 +212,7 @@ class StashesOnDisk:
             transfer.wait()
         return [made[each] for each in stored]
 
-    def _write_one(self, tensor: torch.Tensor, extent: Extent) -> StoredTensor:
+    def _write_one(self, tensor: torch.Tensor, extent: StashExtent) -> StoredTensor:
         return self.store.write_tensor(tensor, extent)
 
     def _settle(self, stored: Sequence[StoredTensor]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from l2l_compile.disk.disk_file import whole_pages
-from l2l_compile.disk.stash_store import Extent, StoredTensor
+from l2l_compile.disk.stash_store import StashExtent, StoredTensor
 from l2l_compile.lanes import Lane
 from l2l_compile.races import Unwatched
 from l2l_compile.runtime.stored_stashes import DiskWorker, StashesOnDisk
@@ -21,14 +21,14 @@ class SimulatedStashes(StashesOnDisk):
         super().__init__("", device, worker)
         self._clocks = device.clocks
 
-    def begin_forward(self, sizes: Sequence[int]) -> Extent | None:
+    def begin_forward(self, sizes: Sequence[int]) -> StashExtent | None:
         self._set_window(sizes)
-        return Extent(0, sum(sizes)) if sizes else None
+        return StashExtent(0, sum(sizes)) if sizes else None
 
     def _check_store(self) -> None:
         """No transfer fails."""
 
-    def _write_one(self, tensor: torch.Tensor, extent: Extent) -> StoredTensor:
+    def _write_one(self, tensor: torch.Tensor, extent: StashExtent) -> StoredTensor:
         self._move(Lane.DISK_WRITE, tensor.nbytes)
         return StoredTensor(tensor.shape, tensor.dtype, None, extent)  # type: ignore[arg-type]  # it has no place
 

@@ -18,7 +18,7 @@ import torch
 
 from l2l_compile import L2LError
 from l2l_compile.disk.disk_store import DiskStore, await_writes, range_of, whole_spans
-from l2l_compile.disk.disk_threads import Block, DiskThreads
+from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads
 from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, sample, write_entries
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
 from l2l_compile.host.wire import same_sample
@@ -201,8 +201,8 @@ def test_entries_are_written_behind_a_write_that_is_under_way(store, monkeypatch
 def test_urgent_blocks_are_taken_before_others():
     """Fetches wait for no read ahead."""
     threads, order, go = DiskThreads(1, "test"), [], threading.Event()
-    first = threads.submit([Block(go.wait)])
-    last = [threads.submit([Block(functools.partial(order.append, n))], is_urgent=n > 3) for n in range(6)]
+    first = threads.submit([DiskBlock(go.wait)])
+    last = [threads.submit([DiskBlock(functools.partial(order.append, n))], is_urgent=n > 3) for n in range(6)]
     go.set()
     for transfer in (first, *last):
         transfer.wait()

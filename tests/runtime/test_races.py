@@ -41,7 +41,7 @@ NO_RACE = {
     "runtime.stored_stashes.StashesOnDisk.recover: worker.settle()": "drops what failed, and has nothing of a lost step under way",
     "host.updates.overlapped.OverlappedUpdates.place: self.synchronize()": "a parameter that is replaced has waited by then",
     "host.updates.in_backward.UpdatesInBackward.begin_backward: self._drain()": "counts are put in, and chunks read ahead, behind all updates",
-    "host.updates.put_off.PutOffUpdates.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
+    "host.updates.deferred_updates.DeferredUpdates.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }
 
 

@@ -19,10 +19,10 @@ from l2l_compile.host.hooks import running_steps
 from l2l_compile.host.step.sharded_state import counts_here, ranks_among, summed_over
 from l2l_compile.host.step.torch_step import Hyperparameters, hyperparameters
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
+from l2l_compile.host.updates.deferred_updates import DeferredUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
 from l2l_compile.host.updates.norms import norm_of, sum_of_squares
 from l2l_compile.host.updates.other_models import updates_of_others
-from l2l_compile.host.updates.put_off import PutOffUpdates
 from l2l_compile.host.watched_parameters import is_read_by, is_within_compiled_code, unwatched
 from l2l_compile.host.wire import Wires
 from l2l_compile.host.worker import Ticket, Worker
@@ -33,7 +33,7 @@ from l2l_compile.ranks.sharded import local
 from l2l_compile.runtime.stats import Stats
 
 
-class UpdatesInBackward(PutOffUpdates):
+class UpdatesInBackward(DeferredUpdates):
     """Updates a parameter in the backward that closes its last pending use, in the last round of a step."""
 
     wants_norms = True
@@ -152,7 +152,7 @@ class UpdatesInBackward(PutOffUpdates):
         guard = watched or DeferredWriteGuard(self.optimizer, self._late)  # none was made for a step on gradients of zeros
         while waiting:
             groups, gradients = waiting.pop()
-            self._put_off(gradients, functools.partial(self._update_late, guard, gradients, groups))
+            self._defer(gradients, functools.partial(self._update_late, guard, gradients, groups))
 
     def _check_gradients_from_outside(self) -> None:
         outside = [p for p in self.managed if p.grad is not None]

@@ -14,11 +14,11 @@ from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.step.sharded_state import counts_here, summed_over
 from l2l_compile.host.step.torch_step import Hyperparameters
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
+from l2l_compile.host.updates.deferred_updates import DeferredUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed, StepGradients
 from l2l_compile.host.updates.loss_scale import LossScale
 from l2l_compile.host.updates.norms import norm_of, total_norm
 from l2l_compile.host.updates.overlapped import OverlappedUpdates
-from l2l_compile.host.updates.put_off import PutOffUpdates
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.host.wire import Wires, written_values
 from l2l_compile.host.worker import Ticket, Worker
@@ -65,7 +65,7 @@ class StepFigures:
         stats.skipped_steps = self.skipped
 
 
-class UpdatesInForward(PutOffUpdates):
+class UpdatesInForward(DeferredUpdates):
     """Puts the updates of a step off to the next forward, which waits for a segment's updates before it fetches the segment."""
 
     wants_norms = True
@@ -190,7 +190,7 @@ class UpdatesInForward(PutOffUpdates):
                 written_values(parameter)
         while segments:  # each is held by its update alone, and freed with it
             mine = segments.pop(0)
-            self._put_off(mine, functools.partial(self._update, step, mine))
+            self._defer(mine, functools.partial(self._update, step, mine))
 
     def _step_of(self, groups: Hyperparameters, parameters: Iterable[Parameter]) -> DeferredStep:
         """A step of these parameters, which ends now."""

@@ -144,7 +144,7 @@ class UpdatesWithoutFlush(DelayedUpdates):
         self._begin_updates()
         collected = self.worker.submit(lambda: None)
         self._looked = self._updating.submit(functools.partial(self._look_behind, collected, coming))
-        self._put_off(coming.parameters, functools.partial(self._update_all, coming))
+        self._defer(coming.parameters, functools.partial(self._update_all, coming))
 
     # ---- called on the lane of updates -------------------------------------------------------------------------------
 

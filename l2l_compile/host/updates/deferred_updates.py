@@ -14,7 +14,7 @@ from l2l_compile.options import Options
 from l2l_compile.param_groups import parameters_of
 
 
-class PutOffUpdates(OverlappedUpdates):
+class DeferredUpdates(OverlappedUpdates):
     """The part of updates in forward, and of updates in backward that go on in forward, which waits for them."""
 
     def __init__(self, options: Options, worker: Worker, wires: Wires, threads: int, memory: GradientMemory):
@@ -25,7 +25,7 @@ class PutOffUpdates(OverlappedUpdates):
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
-    def _put_off(self, parameters: Iterable[Parameter], update: Callable[[], None]) -> None:
+    def _defer(self, parameters: Iterable[Parameter], update: Callable[[], None]) -> None:
         """Queue an update of these parameters, for which their next readers wait."""
         mine = tuple(parameters)
         ticket = self._updating.submit(update)
