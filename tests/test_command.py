@@ -471,7 +471,7 @@ def test_explain_and_simulate_count_the_disk(config, with_disk, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"disk: master .*, optimizer state .*, in all .*, read and\s+written once in a step", printed)
     assert main(["simulate", *asked]) == 0
-    assert "reads of parameters and optimizer state from the disk" in " ".join(capsys.readouterr().out.split())
+    assert "reads of parameters, optimizer state and stashes from the disk" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_disk_that_is_given_twice_is_two_disks(config, with_disk, capsys):
