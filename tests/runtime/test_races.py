@@ -25,7 +25,7 @@ ELSEWHERE = {
     "host.updates.other_models.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
     "host.updates.in_backward.UpdatesInBackward.synchronize: self._drain()": "tests/host/test_late_updates.py",
     "host.updates.in_backward.UpdatesInBackward.begin_step_of: self.synchronize()": "tests/host/test_late_updates.py",
-    "host.updates.overlapped.OverlappedUpdates.begin_own_step: self.synchronize()": "tests/host/test_late_updates.py",
+    "host.updates.overlapped.OverlappedUpdates._before_step_of_others: self.synchronize()": "tests/host/test_late_updates.py",
     "host.updates.interface.Updates.next_scale: self.synchronize()": "tests/ranks/test_one_forward_one_back.py",
     "host.updates.without_flush.UpdatesWithoutFlush._look_behind: collected.wait()": "tests/ranks/test_without_flush.py",
     "host.updates.without_flush.UpdatesWithoutFlush._drain: super()._drain()": "tests/ranks/test_without_flush.py",

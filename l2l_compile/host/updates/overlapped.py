@@ -294,7 +294,6 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         zeros: list[Parameter] = []
         if running_steps(self.optimizer) == 1:
             self._refuse_a_second_step()
-            self.synchronize()  # the optimizer's own step reads and writes parameters, which may be under way
             if not (zeros := self._zeros_without(())):
                 self._before_step_of_others()
         groups = self._groups.begin_own_step(is_undone=bool(zeros))
@@ -326,8 +325,14 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         return False
 
     def _before_step_of_others(self) -> None:
-        """`optimizer.step()` is called, and no gradient came from the compiled model. Raises `L2LError` with the option `resumable`."""
-        if self._run is not None and any(p.grad is not None for p in self.managed):
+        """`optimizer.step()` is called, and no gradient came from the compiled model. Raises `L2LError` with the option `resumable`.
+
+        With other gradients, the optimizer's own step writes parameters: updates, and their writes, may be under way.
+        """
+        if not any(p.grad is not None for p in parameters_of(self.optimizer)):
+            return
+        self.synchronize()
+        if self._run is not None:
             raise L2LError(
                 "optimizer.step() on gradients that are not of the compiled model would write into the last complete step on disk, which the option "
                 "'resumable' keeps: let a backward of the compiled model be part of each step, or leave out 'resumable'"
