@@ -1080,7 +1080,10 @@ def test_figures_of_the_last_step_are_named():
     (row,) = (row for row in rows_below("docs/programs.md", "Reading a program") if "stats" in row[0])
     named = set(re.findall(r"`(\w+)`", row[1])) - {"optimizer", "at_step", "max_grad_norm", "None"}
     of_options = ("kept_bytes", "kept_on_host_bytes", "sent_bytes", "received_bytes")
-    of_disk = ("disk_fetched_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds")
+    of_disk = (
+        *("disk_fetched_bytes", "disk_read_bytes", "disk_written_bytes", "disk_wait_seconds"),
+        *("disk_stash_bytes", "disk_stash_wait_seconds"),
+    )
     stats = l2l_compile.Stats(**dict.fromkeys((*of_options, *of_disk), 1))
     stats.add_squares(1.0)
     assert named == {line.split()[0] for line in str(stats).split("\n")}
