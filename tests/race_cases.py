@@ -341,7 +341,9 @@ CASES = [
     Case(
         "a failure",
         a_failed_step,
-        {"host.server.ParameterServer.recover: worker.settle()": "host"},
+        {
+            "host.server.ParameterServer.recover: worker.settle()": ""
+        },  # late gradients go to a step that is gone: the watch alone sees it
         options=in_("forward"),
     ),
     Case(
@@ -353,7 +355,7 @@ CASES = [
     Case(
         "a step that is left out",
         left_out,
-        {"host.updates.overlapped.OverlappedUpdates._leave_out: self._drain()": "host"},
+        {"host.updates.overlapped.OverlappedUpdates._leave_out: self._drain()": ""},  # so here
         options=in_("forward"),
     ),
     Case(
