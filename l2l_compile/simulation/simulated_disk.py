@@ -163,7 +163,6 @@ class SimulatedStore:
 
     def __init__(self, clocks: Clocks, options: Options):
         self._clocks, self._options = clocks, options
-        clocks.disks = len(options.disk or ("",))
         self.largest_segment = self.stash_buffers = 0
         self.plan: DiskPlan | None = None
         self._bytes: dict[Parameter, int] = {}

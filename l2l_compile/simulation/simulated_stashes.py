@@ -18,7 +18,7 @@ class SimulatedStashes(StashesOnDisk):
     """As `StashesOnDisk`. Transfers of stashes come before those of updates, which lose this time if they are at work."""
 
     def __init__(self, device: SimulatedDevice | SimulatedHost, worker: Callable[[int, Unwatched, str], DiskWorker]):
-        super().__init__("", device, worker)
+        super().__init__((), device, worker)
         self._clocks = device.clocks
 
     def begin_forward(self, sizes: Sequence[int]) -> StashExtent | None:
@@ -39,7 +39,6 @@ class SimulatedStashes(StashesOnDisk):
         self._move(Lane.DISK_READ, stored.nbytes)
 
     def _move(self, lane: Lane, size: int) -> None:
-        machine = self._clocks.machine
-        seconds = whole_pages(size) / machine.known("disk_write" if lane is Lane.DISK_WRITE else "disk_read")
+        seconds = whole_pages(size) / self._clocks.disk_rate("disk_write" if lane is Lane.DISK_WRITE else "disk_read")
         self._clocks.steal_from_updates(lane, self._clocks.thread.now, seconds)
         self._clocks.spend(seconds)

@@ -75,6 +75,13 @@ def test_updates_lose_the_time_of_stashes(monkeypatch):
     assert found.seconds >= 0.97 * (2 * found.stats.disk_stash_bytes + found.stats.disk_read_bytes) / 5e8
 
 
+def test_stashes_over_several_folders_take_less_time():
+    """Each folder is a disk of its own: two are as fast as one disk of twice the rate."""
+    slow, faster = (replace(CARD, disk_read=rate, disk_write=rate) for rate in (2e8, 4e8))
+    of_one, of_two = (step(machine, **{**ON_DISK, "disk": disk})[0] for machine, disk in ((faster, "/a"), (slow, ["/a", "/b"])))
+    assert of_two.seconds == of_one.seconds < 0.6 * step(slow, **ON_DISK)[0].seconds
+
+
 def test_a_plan_refuses_stashes_on_disk():
     """Its times by nodes have no such lanes."""
     with pytest.raises(OptionError, match="a plan does not time stashes on disk"):
