@@ -426,7 +426,7 @@ class HostTimes:
             return
         of_step = self._of_step
         mine = [w.owner for w in weights if of_step.pushes[w.owner] == 0]
-        late = [owner for owner in mine if self._has_late and self._is_late(of_step.arrived[owner].weight)]
+        late = [owner for owner in mine if self._disk is not None and self._disk.is_late(of_step.arrived[owner].weight)]
         if late:
             self._later.append(late)
             mine = [owner for owner in mine if owner not in late]
@@ -456,9 +456,6 @@ class HostTimes:
             self._updated.add(owner)
         if self._disk is not None:
             self._disk.update((size, moved / self.machine.host_bandwidth) for size, moved in through_disk)
-
-    def _is_late(self, weight: HostWeight) -> bool:
-        return self._disk is not None and self._disk.is_late(weight)
 
     def _by_own_step(self, weight: HostWeight) -> None:
         """The optimizer's own step on a parameter."""
@@ -499,9 +496,8 @@ class DiskTimes:
     def __init__(self, clocks: Clocks, plan: DiskPlan, options: Options):
         clocks.disks = plan.disks
         self.ring = DiskRing(clocks, plan.buffer, fetched=fetched_beside_updates(plan, options))
-        self._left: defaultdict[int, deque[tuple[OnDisk, bool]]] = defaultdict(
-            deque
-        )  # by the bytes of a master; whether it is late
+        # by the bytes of a master, in order: what is on disk, and whether its update is late
+        self._left: defaultdict[int, deque[tuple[OnDisk, bool]]] = defaultdict(deque)
         self.has_late = bool(plan.late)
         placed = plan.placement
         for p, size, master, state, copy in zip(
@@ -510,7 +506,8 @@ class DiskTimes:
             self._left[size.master].append((OnDisk(size.master * master, size.state * state, size.copy * copy), p in plan.late))
         large = sum(size.master for size in plan.sizes if size.leaves) or 1
         self._share = plan.masters / large, plan.states / large, plan.copies / large
-        self._of: dict[Owner, tuple[OnDisk, bool]] = {}
+        self._of: dict[Owner, OnDisk] = {}
+        self._late: set[Owner] = set()  # of those in `_of`
 
     def begin(self) -> None:
         self.ring.begin()
@@ -524,12 +521,14 @@ class DiskTimes:
             return OnDisk(*(int(size * share) for share in self._share))
         if weight.owner not in self._of:
             left = self._left[size]
-            self._of[weight.owner] = left.popleft() if left else (_NOTHING, False)
-        return self._of[weight.owner][0]
+            self._of[weight.owner], is_late = left.popleft() if left else (_NOTHING, False)
+            if is_late:
+                self._late.add(weight.owner)
+        return self._of[weight.owner]
 
     def is_late(self, weight: HostWeight) -> bool:
         """Whether a weight is updated in the next forward. A part of a parameter is not."""
-        return self.of(weight) is not _NOTHING and weight.owner in self._of and self._of[weight.owner][1]
+        return bool(sum(self.of(weight))) and weight.owner in self._late
 
     def update(self, tensors: Iterable[tuple[int, float]]) -> None:
         """Updates of parameters on disk, by their bytes there and their seconds."""

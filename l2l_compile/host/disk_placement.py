@@ -79,13 +79,15 @@ def late(placed: DiskPlacement, sizes: Sequence[TensorSizes], gradients: Sequenc
     in memory saves more of the disk's work.
     """
     chosen: list[int] = []
+    if any(placed.copies):
+        return chosen
     passed = taken = used = 0
     for i, size in reversed(list(enumerate(_on_disk(placed, sizes)))):
         passed += size
         if taken < _LATE * passed and size and used + gradients[i] <= room:
             chosen.append(i)
             taken, used = taken + size, used + gradients[i]
-    return chosen if not any(placed.copies) else []
+    return chosen
 
 
 def _on_disk(placed: DiskPlacement, sizes: Sequence[TensorSizes]) -> list[int]:

@@ -321,6 +321,25 @@ def test_counts_of_groups_are_those_of_all_updates(tmp_path, monkeypatch):
     assert same(*found) and counts == [3] * len(counts)
 
 
+def test_counts_wait_for_updates_that_no_forward_reads(tmp_path, monkeypatch):
+    """A step begins with the counts of a late update that is still to come when its backward begins."""
+    monkeypatch.setitem(OPTIMIZERS, "counting", Counting)
+    update, found = UpdatesInBackward._update_late, []
+    monkeypatch.setattr(UpdatesInBackward, "_update_late", lambda *given: (threading.Event().wait(0.5), update(*given)))
+    for disk in (None, tmp_path):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        with slow_disk(Faults(rate=SLOW)):
+            made = training_of(TwoWays(), "counting", disk, spare=ROOM, update="in_backward")
+            for number in range(8):
+                x = torch.randn(6, 5, generator=torch.Generator().manual_seed(number))
+                made.call(x, number // 2 % 2).pow(2).mean().backward()
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+            found.append([*made.tensors(), torch.tensor([group["step"] for group in made.optimizer.param_groups])])
+    assert same(*found)
+
+
 class Joined(nn.Module):
     """A layer of four matrices, whose gradients come together."""
 

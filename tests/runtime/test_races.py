@@ -24,6 +24,7 @@ ELSEWHERE = {
     "host.updates.overlapped.OverlappedUpdates.keep: self.synchronize()": "tests/host/test_kept_steps.py",
     "host.updates.other_models.wait_for_other_models: other.synchronize()": "tests/host/test_beside_others.py",
     "host.updates.in_backward.UpdatesInBackward.synchronize: self._drain()": "tests/host/test_late_updates.py",
+    "host.updates.in_backward.UpdatesInBackward.begin_backward: self._drain()": "tests/host/test_late_updates.py",
     "host.updates.in_backward.UpdatesInBackward.begin_step_of: self.synchronize()": "tests/host/test_late_updates.py",
     "host.updates.overlapped.OverlappedUpdates._before_step_of_others: self.synchronize()": "tests/host/test_late_updates.py",
     "host.updates.interface.Updates.next_scale: self.synchronize()": "tests/ranks/test_one_forward_one_back.py",
@@ -40,7 +41,6 @@ NO_RACE = {
     "runtime.stored_stashes.StashesOnDisk._free_uploaded: self._device.wait_on_host(copied)": "bounds the memory of stashes",
     "runtime.stored_stashes.StashesOnDisk.recover: worker.settle()": "drops what failed, and has nothing of a lost step under way",
     "host.updates.overlapped.OverlappedUpdates.place: self.synchronize()": "a parameter that is replaced has waited by then",
-    "host.updates.in_backward.UpdatesInBackward.begin_backward: self._drain()": "counts are put in, and chunks read ahead, behind all updates",
     "host.updates.deferred_updates.DeferredUpdates.wait: super().wait(parameters)": "raises what failed, and waits for nothing",
 }
 

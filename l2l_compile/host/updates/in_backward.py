@@ -45,9 +45,8 @@ class UpdatesInBackward(DeferredUpdates):
         self._squares = 0.0  # of the gradients of this step that were applied
         self._compiled_code_has_run = False  # in this step, behind its first update
         self._squares_of: dict[Parameter, float | None] = {}  # of a gradient that came in one piece; None if it came in several
-        self._waiting: list[
-            tuple[Hyperparameters, dict[Parameter, torch.Tensor]]
-        ] = []  # of late updates, in the order of backward
+        # of late updates, in the order of backward:
+        self._waiting: list[tuple[Hyperparameters, dict[Parameter, torch.Tensor]]] = []
         self._guard: DeferredWriteGuard | None = None  # of parameters whose updates are late, in the step that has begun
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
@@ -149,6 +148,8 @@ class UpdatesInBackward(DeferredUpdates):
         """Queue the updates that are late. What came last in backward is what the next forward reads first."""
         waiting, self._waiting = self._waiting, []
         watched, self._guard = self._guard, None
+        if not waiting:
+            return
         guard = watched or DeferredWriteGuard(self.optimizer, self._late)  # none was made for a step on gradients of zeros
         while waiting:
             groups, gradients = waiting.pop()
@@ -243,7 +244,9 @@ class UpdatesInBackward(DeferredUpdates):
                 "update='in_forward' looks at all gradients first and skips such a step"
             )
         self._squares += squares
-        late = {p: self._memory.alone(g) for p, g in gradients.items() if p in self._late}
+        late = {p: g for p, g in gradients.items() if p in self._late}
+        if self.ledger.accumulate == 1:  # else all gradients of a step are kept anyway, and the plan counts them
+            late = {p: self._memory.alone(g) for p, g in late.items()}
         if late:
             self._waiting.append((groups, late))
         self._step_layer({p: g for p, g in gradients.items() if p not in late}, 1.0, groups)
