@@ -452,6 +452,38 @@ def test_plan_with_a_disk_fits_where_memory_is_too_small(config, with_disk, caps
     assert "the first one by `simulate`: " in printed
 
 
+@pytest.fixture
+def many_rows(config, with_disk):
+    """What asks for a plan of rows whose stashes fit into no memory, and everything else does."""
+    long = config(hidden_size=512, intermediate_size=1024, num_hidden_layers=16, max_position_embeddings=128)
+    fixed = [
+        "--update",
+        "in_backward",
+        "--micro-batches",
+        "8",
+        "--prefetch",
+        "1",
+        "--keep",
+        "0",
+        "--keep-on-host",
+        "0",
+        "--resident",
+        "0",
+    ]
+    return ["plan", long, "--machine", with_disk(450e6, 300e6), "--length", "128", "--rows", "256", *fixed]
+
+
+def test_plan_puts_stashes_on_a_disk_if_the_host_lacks_room(many_rows, capsys):
+    assert main([*many_rows, "--disk", "/elsewhere"]) == 0
+    assert '"stash": "disk"' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_stashes_on_a_disk_are_proposed_where_they_help(many_rows, capsys):
+    assert main(many_rows) == 1
+    assert "--stash disk --disk /disk: " in capsys.readouterr().out
+
+
 def test_explain_and_simulate_count_the_disk(config, with_disk, capsys):
     wide = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
     asked = [

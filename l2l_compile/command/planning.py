@@ -88,9 +88,9 @@ def _rows(config: str, settings: Settings, fixed: dict[str, Any], machine: Machi
         return Fit.of(asked.report_of_rows(tried, rows), machine)
 
     def fit_of(rows: int) -> Fit:
-        """The better one of stashes on the host and on the device."""
+        """The best one of stashes on the host, on the device and, if there is one, on the disk."""
         under_way(f"trying {rows} rows")
-        places = [fixed["stash"]] if "stash" in fixed else ["host", "device"]
+        places = [fixed["stash"]] if "stash" in fixed else ["host", "device", *(["disk"] if settings.disk is not None else [])]
         return min((fit_with(rows, stash) for stash in places), key=lambda fit: fit.excess)
 
     most = most_rows(fit_of, _LEAST)

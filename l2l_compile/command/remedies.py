@@ -37,6 +37,10 @@ def _updating(mode: UpdateMode, s: Settings) -> Settings | None:
     return replace(s, update=mode.name) if mode.sees_all else replace(s, update=mode.name, delay=0, max_grad_norm=None)
 
 
+def _stashes_on_disk(s: Settings) -> Settings | None:
+    return replace(s, stash="disk") if s.disk is not None and s.stash != "disk" else None
+
+
 @dataclass(frozen=True)
 class Trial:
     """Settings that were tried, and the memory that they need."""
@@ -100,6 +104,7 @@ class Remedies:
         yield lambda s: replace(s, delay=0) if s.delay else None
         yield from (functools.partial(_updating, mode) for mode in sorted(MODES.values(), key=lambda mode: not mode.sees_all))
         yield lambda s: replace(s, stash="device") if s.stash == "host" else None
+        yield _stashes_on_disk
 
     # ---- changes of the training -------------------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class Remedies:
         if settings.precision == "fp32":
             yield lambda: self._try(replace(settings, precision="bf16"))
         if settings.disk is None and MODES[settings.update].is_overlapped and trial.fit.too_large("host"):
-            yield lambda: self._try(replace(settings, disk=_DISK))
+            yield lambda: self._on_a_disk(settings)
         if settings.optimizer != "sgd" and trial.fit.too_large("host"):
             yield lambda: self._try(replace(settings, optimizer="sgd"))
         if settings.accumulate != 1 and trial.fit.too_large("host"):
@@ -119,6 +124,11 @@ class Remedies:
             yield lambda: self._shorter(trial)
         if workload.can_adapt and settings.lora is None:
             yield lambda: self._try(replace(settings, lora=_RANK))
+
+    def _on_a_disk(self, settings: Settings) -> Trial | None:
+        """With stashes there as well if that is needed."""
+        trial = self._try(replace(settings, disk=_DISK))
+        return self._same_training(trial) if trial is not None else None
 
     def _without_accumulation(self, settings: Settings) -> Trial | None:
         """With `update="in_backward"` if that is needed: it keeps gradients only where several backward calls add to them."""

@@ -27,6 +27,7 @@ from l2l_compile.estimate.overlapped_times import (
 )
 from l2l_compile.estimate.rank_links import RankLinks
 from l2l_compile.estimate.segment_times import BackwardTimes, ForwardTimes, SegmentTimes
+from l2l_compile.estimate.stash_times import StashTimes
 from l2l_compile.ir import nodes
 from l2l_compile.ir.program import Program
 from l2l_compile.ir.values import TensorSpec
@@ -54,6 +55,7 @@ class Timer(Protocol):
     lowering: TimedLowering
     host: HostTimes
     links: RankLinks
+    stashes: StashTimes
 
     def on(self, lane: str) -> Any: ...
 
@@ -75,6 +77,7 @@ class ProgramSetting:
 
     number    among the programs of the step
     levels    what segments keep for backward
+    stored    the bytes of the stashes that go to the disk, by their `store` nodes
     by_turns  whether a step goes forward and back turn by turn
     """
 
@@ -82,6 +85,7 @@ class ProgramSetting:
     number: int
     program: Program
     levels: Mapping[int, KeptLevels]
+    stored: Mapping[fx.Node, int]
     rows: StepRows
     savings: Savings
     step: Any
@@ -125,6 +129,8 @@ class GraphTimer:
             nodes.restore: self._restore,
             nodes.recall: self._restore,
             nodes.offload: self._offload,
+            nodes.store: self._store,
+            nodes.load: self._load,
             nodes.write_back: self._write_back,
             nodes.stash: lambda node, x: x,
             nodes.split: functools.partial(change_times.split, self),
@@ -299,6 +305,13 @@ class GraphTimer:
         result = TimedValue(list(x.parts), pinned=True, equal=x.equal)
         self.submit(Lane.D2H, (x,), (result,), lambda: self.copy(x, up=False))
         return result
+
+    def _store(self, node: fx.Node, x: TimedValue) -> TimedValue:
+        size = self.of.stored.get(node)
+        return x if x.absent or size is None else self.timer.stashes.put(x, size)
+
+    def _load(self, node: fx.Node, x: TimedValue) -> TimedValue:
+        return x if x.written is None else self.timer.stashes.get(x, node.meta["spec"].bytes(self.bindings))
 
     def _write_back(self, node: fx.Node, input: int, contents: TimedValue) -> TimedValue:
         self.submit(Lane.D2H, (contents,), (), lambda: self.copies(contents.parts[:1], up=False))

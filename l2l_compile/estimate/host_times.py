@@ -494,7 +494,6 @@ class DiskTimes:
     """
 
     def __init__(self, clocks: Clocks, plan: DiskPlan, options: Options):
-        clocks.disks = plan.disks
         self.ring = DiskRing(clocks, plan.buffer, fetched=fetched_beside_updates(plan, options))
         # by the bytes of a master, in order: what is on disk, and whether its update is late
         self._left: defaultdict[int, deque[tuple[OnDisk, bool]]] = defaultdict(deque)

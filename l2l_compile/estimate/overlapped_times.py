@@ -29,6 +29,7 @@ class TimedValue:
     sent       of what is kept on the host, for each micro-batch: bytes of its tensors
     sums       of gradients that are still to be reduced over ranks: entries and dtype of each, by the index of the weight
     has_norms  of gradients, whether the device has taken their norms
+    written    of a value on disk: when it is there
     """
 
     parts: list[int] = field(default_factory=list)
@@ -47,6 +48,7 @@ class TimedValue:
     has_norms: bool = False
     arrival: Any = None
     outgoing: list[Any] | None = None
+    written: SimulatedEvent | None = None
 
 
 class TimedRun(Protocol):

@@ -18,6 +18,7 @@ from l2l_compile.lowering.savings import Savings
 from l2l_compile.runtime.absent_gradients import absent_gradients
 from l2l_compile.runtime.kept_activations import KeptLevels
 from l2l_compile.runtime.rows import StepRows
+from l2l_compile.runtime.stored_stashes import sizes_on_disk
 
 
 class ProgramTimer:
@@ -27,6 +28,8 @@ class ProgramTimer:
         self.timer, self.program, self.levels, self.number = timer, program, levels, number
         self.rows = StepRows(program.bindings, program.captured.batch, timer.options.micro_batches)
         self.turns = program.step.graph if program.step is not None and len(self.rows.sizes) > 1 else None
+        stores = program.forward.graph.find_nodes(op="call_function", target=nodes.store)
+        self._stored = sizes_on_disk(stores, self.rows)
         self._savings = Savings(timer.lowering, timer.options.block_compiler != "eager", typical_rates(timer.options.device))
         self._engine = SimpleNamespace(check=None, lowering=timer.lowering, options=timer.options)
         self._absent = self._absent_gradients()
@@ -45,7 +48,16 @@ class ProgramTimer:
         step = TimedStep(self.rows, self._engine)
         is_by_turns = self.turns is not None
         return ProgramSetting(
-            self.timer, self.number, self.program, self.levels, self.rows, self._savings, step, is_by_turns, self._absent
+            self.timer,
+            self.number,
+            self.program,
+            self.levels,
+            self._stored,
+            self.rows,
+            self._savings,
+            step,
+            is_by_turns,
+            self._absent,
         )
 
     def _absent_gradients(self) -> frozenset[tuple[int, str]]:
@@ -65,6 +77,7 @@ class ProgramTimer:
         if self.turns is not None:
             self._go_by_turns(self.turns)
             return
+        self.timer.stashes.begin_forward([*self._stored.values()])
         graph = self.program.forward.graph
         run = GraphTimer(self._of, graph, self._inputs_of(graph), keep=self.program.backward is not None)
         outputs, self._stashes, _ = run.run()

@@ -20,6 +20,7 @@ from l2l_compile.estimate.host_times import HostTimes
 from l2l_compile.estimate.optimizer_times import OptimizerTimes
 from l2l_compile.estimate.program_times import ProgramTimer
 from l2l_compile.estimate.rank_links import links_of
+from l2l_compile.estimate.stash_times import StashTimes
 from l2l_compile.estimate.without_flush_times import HostTimesWithoutFlush
 from l2l_compile.host.disk_plan import DiskPlan
 from l2l_compile.ir.program import Program
@@ -143,6 +144,8 @@ class _StepTimer:
         lanes = {name: SimulatedLane(self.clocks, name) for name in self.clocks.lanes}
         self.device = SimpleNamespace(kept={}, keeps_slabs=machine.overlaps, lanes=lanes, free=lambda tensors: None)
         self.links = links_of(layout, stage, machine, messages, self.clocks)
+        self.stashes = StashTimes(self.clocks)
+        self.clocks.disks = len(options.disk or ("",))
         if rank.disk is not None:
             check_is_timed(rank.disk, options, self.machine)
         if options.goes_by_turns and options.delay:

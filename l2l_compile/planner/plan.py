@@ -256,10 +256,6 @@ def _check(model: Callable, given: dict[str, Any], machine: Machine, devices: in
             "a plan for several devices does not know how much of the model each rank has on disk: plan one device with the option 'disk', or "
             "several without it"
         )
-    if given.get("stash") == "disk":
-        raise OptionError(
-            "a plan does not time stashes on disk: leave out 'stash', and simulate a step with stash='disk' (l2l_compile.simulate, l2l simulate)"
-        )
     if given.get("disk") is not None:
         given.setdefault("host_memory", budget_of(machine))
     Options.build({**given, "update": modes_with(given)[-1], "device": "cpu"})

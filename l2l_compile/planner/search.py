@@ -206,13 +206,18 @@ class Search:
             yield {"keep": 0 if now["keep"] else AUTO}
             return
         yield from ({"prefetch": ahead} for ahead in (0, 1, 2) if ahead != now["prefetch"])
-        yield {"stash": "host" if now["stash"] == "device" else "device"}
+        yield from ({"stash": place} for place in self._other_places(trial))
         for name in ("keep", "keep_on_host"):
             yield {name: 0 if now[name] else AUTO}
         for size in (None, *self._residents(trial)):
             if size != now["resident"]:
                 yield {"resident": size}
                 yield {"resident": size, "keep": 0 if now["keep"] else AUTO}
+
+    def _other_places(self, trial: OptionTrial) -> Iterator[str]:
+        """Where stashes may wait instead. A disk wears out: it is tried where a step does not fit otherwise."""
+        places = ["host", "device", *(["disk"] if self.trials.given.get("disk") is not None and not trial.fits else [])]
+        return (place for place in places if place != trial.options["stash"])
 
 
 def _rounded(size: int, up: bool = False) -> int:

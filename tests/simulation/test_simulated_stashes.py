@@ -10,6 +10,8 @@ from torch import nn
 
 from l2l_compile import Machine, OptionError, explain, plan, simulate
 from l2l_compile.devices.staging import ring_bytes
+from l2l_compile.estimate.optimizer_times import optimizer_times
+from l2l_compile.estimate.step_time import step_time
 from l2l_compile.host import disk_placement
 from l2l_compile.lanes import Lane
 
@@ -82,10 +84,51 @@ def test_stashes_over_several_folders_take_less_time():
     assert of_two.seconds == of_one.seconds < 0.6 * step(slow, **ON_DISK)[0].seconds
 
 
-def test_a_plan_refuses_stashes_on_disk():
-    """Its times by nodes have no such lanes."""
-    with pytest.raises(OptionError, match="a plan does not time stashes on disk"):
-        plan(nn.Linear(5, 5), CARD, dict(ON_DISK))(torch.empty(4, 5))
+BY_NODES = [  # read and write rates, and options
+    (1e15, 1e15, {}),
+    (1e9, 1e8, {}),
+    (4e9, 2e9, {"micro_batches": 1}),
+    (1e8, 1e9, {"micro_batches": 7}),
+    (5e8, 5e8, {"prefetch": 0}),
+    (1e9, 1e8, {"prefetch": 2}),
+    (4e9, 2e9, {"keep": "20MB"}),
+    (5e8, 5e8, {"update": "in_backward", "host_memory": "250MB"}),
+    (1e9, 1e8, {"update": "in_forward", "host_memory": "400MB"}),
+    (1e8, 1e9, {"update": "in_forward", "delay": 1, "host_memory": "500MB"}),
+]
+
+
+def _said(value):
+    return f"{value:.0e}" if isinstance(value, float) else ", ".join(f"{k}={v}" for k, v in value.items()) or "default"
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "cpu"])
+@pytest.mark.parametrize(("read", "write", "options"), BY_NODES, ids=_said)
+@pytest.mark.slow(but=("*prefetch=0-rtx4090", "*in_backward, *-rtx4090", "*delay=1, *-cpu"))
+def test_nodes_take_as_long_as_a_simulated_step(read, write, options, name):
+    machine = replace(Machine.load(name), disk_read=read, disk_write=write)
+    found, report = step(machine, **ON_DISK, **options)
+    assert report.host_memory.disk_stashes > 0
+    times = optimizer_times(nn.Linear(1, 1), report.options, machine)
+    by_nodes = step_time(report.programs, report.options, machine, report.levels, times, disk=report.host_memory.disk)
+    assert by_nodes.steady == found.steady
+    assert by_nodes.seconds == pytest.approx(found.seconds, rel=2e-3)
+
+
+def test_a_plan_stores_stashes_where_the_host_has_no_room():
+    """A disk wears out: with room on the host, no stash is on it."""
+    roomy, narrow = (
+        replace(CARD, host_memory=size, device_memory=400 << 20, device_reserve=0, host_reserve=0)
+        for size in (64 << 30, 300 << 20)
+    )
+    with torch.device("meta"):
+        model, x = Layers(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))), torch.empty(ROWS, WIDTH)
+    fixed = {"micro_batches": 4, "prefetch": 1, "update": "in_backward", "keep": 0, "keep_on_host": 0, "resident": 0}
+    options = {"disk": "/", "precision": "bf16", **fixed}
+    optimizer = torch.optim.AdamW(model.parameters())
+    (best, *_), (least, *_) = (plan(model, m, options, optimizer=optimizer)(x).plans for m in (roomy, narrow))
+    print(best, least)
+    assert best.options["stash"] != "disk" == least.options["stash"]
 
 
 def test_a_machine_without_a_disk_is_refused():
