@@ -21,6 +21,7 @@ from l2l_compile.devices.device import LinkRates
 from l2l_compile.devices.host import is_host, own_memory
 from l2l_compile.devices.registry import is_absent, kind_of, traced_on
 from l2l_compile.estimate.host_memory import host_memory
+from l2l_compile.estimate.resident_on_sizes import CallMemory, StayingWeights, resident_on_sizes
 from l2l_compile.ir import nodes
 from l2l_compile.ir.leaving import passes_on
 from l2l_compile.ir.precision import gradient_dtype
@@ -47,11 +48,12 @@ WEIGHTS, STASHES, ACTIVATIONS, GRADIENTS = "weights", "stashes", "activations", 
 class DeviceMemory:
     """Bytes on the device at the moment of a step when it holds most, by purpose.
 
-    weights      of the segments that are fetched; on a device with memory of its own, the weight slabs
+    weights      of the segments that are fetched; on a device with memory of its own, the weight slabs, and those that stay
     stashes      values that are kept for backward, or were restored for it; with the option `keep`, also from inside of layers
     activations  other values, and results of the operations of the running block
     gradients    of values and of weights
     grows        the kinds of memory that grow with the number of layers, and why; empty if none does
+    staying      the weights that stay from call to call without gradients; None in training, and where none may stay
     """
 
     weights: int
@@ -59,6 +61,7 @@ class DeviceMemory:
     activations: int
     gradients: int
     grows: tuple[str, ...] = ()
+    staying: StayingWeights | None = None
 
     @property
     def peak(self) -> int:
@@ -68,9 +71,10 @@ class DeviceMemory:
         parts = ((WEIGHTS, self.weights), (STASHES, self.stashes), (ACTIVATIONS, self.activations), (GRADIENTS, self.gradients))
         shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts)
         line = f"device memory at its peak: {format_bytes(self.peak)} ({shown})"
+        lines = [f"{line}; of it grows with depth:", *(f"  {what}" for what in self.grows)]
         if not self.grows:
-            return f"{line}; of it grows with depth: 0 B"
-        return "\n".join([f"{line}; of it grows with depth:", *(f"  {what}" for what in self.grows)])
+            lines = [f"{line}; of it grows with depth: 0 B"]
+        return "\n".join([*lines, str(self.staying)] if self.staying is not None else lines)
 
 
 StepLevels = Sequence[Mapping[int, KeptLevels]]  # for each program, what its segments keep for backward
@@ -83,17 +87,18 @@ def device_memory(
 
     On a `machine`, keep="auto" is what is free there. `levels` is what `levels_of_step` says of the same step, if it is known.
     """
-    runs = _runs(programs, options, machine, levels)
+    runs, staying = _runs(programs, options, machine, levels)
     peak = max((run.peak for run in runs), key=lambda peak: sum(peak.values()), default=Counter())
     grows = [*(str(u) for p in programs for u in p.uncut), *(line for run in runs for line in run.growth())]
-    return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)))
+    return DeviceMemory(peak[WEIGHTS], peak[STASHES], peak[ACTIVATIONS], peak[GRADIENTS], tuple(dict.fromkeys(grows)), staying)
 
 
 def samples(
     programs: Sequence[Program], options: Options, machine: Machine | None = None, levels: StepLevels | None = None
 ) -> list[list[tuple[fx.Node, Counter[str]]]]:
     """For each program, the bytes that each kind is expected to take at the nodes of a step, in their order."""
-    return [run.samples for run in _runs(programs, options, machine, levels)]
+    runs, _ = _runs(programs, options, machine, levels)
+    return [run.samples for run in runs]
 
 
 def savings_for(options: Options, rates: Rates | None = None) -> Savings:
@@ -118,15 +123,38 @@ def _room_of_device(programs: Sequence[Program], options: Options, machine: Mach
     return max(0, int(machine.device_room - peak - SPARE * machine.device_memory))
 
 
-def _runs(programs: Sequence[Program], options: Options, machine: Machine | None, levels: StepLevels | None) -> list[_DryRun]:
-    """A step through these programs."""
+def _runs(
+    programs: Sequence[Program], options: Options, machine: Machine | None, levels: StepLevels | None
+) -> tuple[list[_DryRun], StayingWeights | None]:
+    """A step through these programs, and the weights that stay on the device meanwhile."""
     lowering, slabs = Lowering(traced_on(options.device), "eager", is_absent(options.device)), _slabs(programs, options)
     savings = savings_for(options)
     levels = levels if levels is not None else levels_of_step(programs, options, machine, savings)
-    runs = [_DryRun(p, options, lowering, slabs, savings, kept) for p, kept in zip(programs, levels, strict=True)]
+    limit = _limit_of_cache(options, slabs, machine)
+    runs = [_DryRun(p, options, lowering, slabs, savings, kept, limit) for p, kept in zip(programs, levels, strict=True)]
     for run in runs:
         run.step()
-    return runs
+    staying = _staying(runs, options, machine)
+    for run in runs:
+        run.add_weights(staying.bytes if staying is not None else 0)
+    return runs, staying
+
+
+def _limit_of_cache(options: Options, slabs: int | None, machine: Machine | None) -> int | None:
+    """Bytes of inputs that may stay on the device from call to call, as `runtime/kept_inputs.py` finds them; None for no bound."""
+    if options.device_cache is not None or machine is None or slabs is None:
+        return options.device_cache
+    return machine.device_room - slabs - int(machine.device_memory) // 5
+
+
+def _staying(runs: Sequence[_DryRun], options: Options, machine: Machine | None) -> StayingWeights | None:
+    """The weights that stay from call to call: of calls without gradients, on a device with memory of its own, on one rank."""
+    is_alone = all(run.program.backward is None and run.captured.mesh is None for run in runs)
+    slabs = runs[0].slabs if runs else None
+    if slabs is None or options.resident == 0 or not is_alone:
+        return None
+    calls = [CallMemory(run.without_weights, run.kept) for run in runs]
+    return resident_on_sizes([run.program for run in runs], calls, slabs, options.resident, machine)
 
 
 def _room_of_host(programs: Sequence[Program], options: Options, machine: Machine | None) -> int:
@@ -217,6 +245,7 @@ class _DryRun:
         slabs: int | None,
         savings: Savings,
         levels: Mapping[int, KeptLevels],
+        limit: int | None,
     ):
         self.program, self.options, self.lowering, self.slabs = program, options, lowering, slabs
         self.captured = program.captured
@@ -240,7 +269,7 @@ class _DryRun:
             nodes.keep_activations: self._keep_activations,
             nodes.restore_activations: self._restore_activations,
         }
-        self.savings, self.levels = savings, levels
+        self.savings, self.levels, self._limit = savings, levels, limit
         self.sent: list[
             int
         ] = []  # bytes of the micro-batches on their way to the host, which are on the device until they are there
@@ -270,6 +299,16 @@ class _DryRun:
             return [(0, node) for node in graph.nodes]
         return calls_in_a_row(graph, schedule.orders[stages.rank], 4)
 
+    @property
+    def without_weights(self) -> int:
+        """Bytes at the peak beside slabs."""
+        return sum(self.peak.values()) - (self.slabs or 0)
+
+    def add_weights(self, staying: int) -> None:
+        """Count weights that are on the device in the whole call."""
+        for held in (self.peak, *(held for _, held in self.samples)):
+            held[WEIGHTS] += staying
+
     def growth(self) -> list[str]:
         """A line for each kind and spec of which the device holds more values at once than neighbouring layers need."""
         return [
@@ -297,7 +336,7 @@ class _DryRun:
         for key, count in values.items():
             self.most[key] = max(count, self.most.get(key, 0))
         if sum(now.values()) > sum(self.peak.values()):
-            self.peak = now
+            self.peak = now.copy()
 
     def _bytes(self, node: fx.Node) -> int:
         """Bytes of the value of a node: of one micro-batch, if it is made in turns."""
@@ -351,9 +390,9 @@ class _DryRun:
 
     def _keep(self, node: fx.Node) -> None:
         """What a call leaves as it was is kept only if it comes again, which is not known."""
-        source, limit = nodes.operands(node).x, self.options.device_cache
+        source = nodes.operands(node).x
         size = self.held[source].bytes
-        if source.target is nodes.recall or limit is not None and self.kept + size > limit:
+        if source.target is nodes.recall or self._limit is not None and self.kept + size > self._limit:
             del self.held[source]
         else:
             self.kept += size

@@ -17,11 +17,11 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from l2l_compile.devices.device import Device, MemoryState
+from l2l_compile.devices.device import MemoryState
 from l2l_compile.disk.disk_store import range_of
 from l2l_compile.disk.stored_entries import some_entries
 from l2l_compile.ir.segments import Segment
@@ -121,16 +121,34 @@ class Resident:
         return any(weight.is_gone for weight in self._weights)
 
 
+class OfDevice(Protocol):
+    """What is asked of a device here. Estimates give one that has sizes alone (`estimate/resident_on_sizes.py`)."""
+
+    @property
+    def is_host(self) -> bool: ...
+
+    def memory(self) -> MemoryState | None: ...
+
+    def start_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def free(self, tensors: Sequence[torch.Tensor], /) -> None: ...
+
+
 class ResidentWeights:
     """The resident weights of one device. It is called while no lane works, but for `find` and `admit`.
+
+    The weights of a segment have a key (`key_of`): where they are on the host, and in which form they are on the device.
 
     budget  the most bytes; None for what calls have left of the device
     is_used whether any may stay
     bytes   of all that stay
+    changes how often something came to stay or made room, or a call was measured to leave more: two calls without a change are alike
     lost    bytes that were forgotten in the call that began last, since it failed
     """
 
-    def __init__(self, device: Device, budget: int | None):
+    def __init__(self, device: OfDevice, budget: int | None):
         self._device, self._budget = device, 0 if device.is_host else budget
         self.is_used = self._budget != 0
         self._entries: dict[tuple, Resident] = {}
@@ -138,7 +156,7 @@ class ResidentWeights:
         self._call = self._room = self._added = self._held_at_begin = 0
         self._share = self._due = 0.0
         self._more_spare = 0.0
-        self.bytes = self.lost = 0
+        self.bytes = self.lost = self.changes = 0
 
     def begin(self, need: MeasuredNeed, sizes: Sequence[int], total: int) -> None:
         """A call of a program with `total` bytes of weights begins. From now on it is known how many more bytes may stay."""
@@ -177,11 +195,13 @@ class ResidentWeights:
         """The call that began last has ended."""
         if self.is_used and self._device.memory() is not None:
             taken = self._device.peak_bytes() - self._held_at_begin - self._added
+            before = need.bytes
             need.measured(sizes, max(0, taken), alone=not self._added)
+            self.changes += before is None or (need.bytes or 0) < before
 
-    def find(self, segment: Segment, weights: Sequence[torch.Tensor]) -> Resident | None:
+    def find(self, key: tuple, weights: Sequence[torch.Tensor]) -> Resident | None:
         """The resident weights of a segment, if there are some and the host's have not changed since."""
-        self._uses[key := _key(segment, weights)] += 1
+        self._uses[key] += 1
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -191,11 +211,10 @@ class ResidentWeights:
         entry.call = self._call
         return entry
 
-    def admit(self, segment: Segment, weights: Sequence[torch.Tensor], size: int) -> Resident | None:
+    def admit(self, key: tuple, size: int) -> Resident | None:
         """A place for the weights of a segment, which the caller fills; None if there is no room."""
         if not size:
             return None
-        key = _key(segment, weights)
         self._due += size * self._share
         if size > self._room:
             self._make_room(key, size)
@@ -207,6 +226,7 @@ class ResidentWeights:
         self._room -= size
         self._added += size
         self.bytes += size
+        self.changes += 1
         entry = self._entries[key] = Resident(size, self._call)
         return entry
 
@@ -225,12 +245,18 @@ class ResidentWeights:
         entry.tensors = []
         self.bytes -= entry.bytes
         self._room += entry.bytes
+        self.changes += 1
 
     def clear(self) -> None:
         """Free all, and count uses anew."""
         for key in list(self._entries):
             self._evict(key)
         self._uses.clear()
+
+    @property
+    def sizes(self) -> dict[tuple, int]:
+        """The bytes of each segment's weights that stay, by key."""
+        return {key: entry.bytes for key, entry in self._entries.items()}
 
     def leave_more(self) -> None:
         """Memory ran out although it was measured: leave more of it from now on."""
@@ -241,7 +267,7 @@ class ResidentWeights:
         self._entries, self.bytes, self.lost = {}, 0, self.bytes
 
 
-def _key(segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def key_of(segment: Segment, weights: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Where the weights of a segment are on the host, and in which form they are on the device."""
     specs = zip(weights, segment.block.weights, strict=True)
     return tuple((w.untyped_storage()._cdata, w.storage_offset(), w.shape, w.dtype, spec.dtype) for w, spec in specs)

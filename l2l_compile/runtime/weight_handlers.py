@@ -12,6 +12,7 @@ from l2l_compile.ir.segments import Segment
 from l2l_compile.lanes import Lane
 from l2l_compile.runtime.executor import Executor, handles
 from l2l_compile.runtime.fetch import load, unread
+from l2l_compile.runtime.resident_weights import key_of
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of
 from l2l_compile.runtime.slab import slab_bytes
 from l2l_compile.runtime.step import Step
@@ -54,10 +55,11 @@ def _resident(run: Executor, segment: Segment, weights: Sequence[torch.Tensor]) 
     if step.to_train or step.world is not None or not resident.is_used:
         return None
     step.engine.server.await_updates(step, segment)  # one that was put off would not show in the comparison yet
-    found, size = resident.find(segment, weights), 0
+    key, size = key_of(segment, weights), 0
+    found = resident.find(key, weights)
     if (entry := found) is None:
         size = slab_bytes([segment], step.rows.bindings)
-        entry = resident.admit(segment, weights, size)
+        entry = resident.admit(key, size)
     if entry is None:
         return None
     result = RuntimeValue()

@@ -250,12 +250,11 @@ def test_weights_used_more_often_take_the_place_of_others(threaded):
     device = ThreadedDevice(0.0, 0, None)
     resident, need = ResidentWeights(device, 1000), MeasuredNeed()
     segments = {name: [torch.zeros(100)] for name in ("encoder", "decoder")}
-    segment = SimpleNamespace(block=SimpleNamespace(weights=[SimpleNamespace(dtype=torch.float32)]))
 
     def call(name):
         resident.begin(need, (), 1000)
-        found = resident.find(segment, segments[name])
-        if found is None and (found := resident.admit(segment, segments[name], 1000)) is not None:
+        found = resident.find((name,), segments[name])
+        if found is None and (found := resident.admit((name,), 1000)) is not None:
             found.fill([torch.zeros(100)], segments[name])
         resident.end(need, ())
         return found is not None
