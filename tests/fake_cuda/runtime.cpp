@@ -21,6 +21,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -40,7 +41,6 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kGiB = size_t(1) << 30;
-constexpr size_t kTotalMemory = 80 * kGiB;
 constexpr int kMostViolations = 100;
 constexpr int kLate = 20000;  // microseconds
 constexpr int kPause = 50;    // microseconds between two looks at an operation that waits for another process
@@ -94,7 +94,7 @@ std::map<cudaStream_t, Stream> streams;
 uintptr_t last_stream = 0x1000;
 long operations = 0;
 std::map<int, size_t> used;  // bytes of each device
-size_t limit = 8 * kGiB;     // of each device
+size_t limit = SIZE_MAX;     // of each device; other processes have the rest of its memory
 std::set<int> contexts;      // devices that this process has used
 bool has_meetings = false, is_ending = false;
 bool (*wanted_elsewhere)(cudaStream_t*, long*) = nullptr;  // the position of a meeting that other processes wait for
@@ -114,6 +114,16 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 int device_count() {
   const char* given = getenv("FAKE_CUDA_DEVICES");
   return given ? atoi(given) : 1;
+}
+
+size_t total_memory() {  // of each device
+  const char* given = getenv("FAKE_CUDA_GIB");
+  return (given ? atoi(given) : 8) * kGiB;
+}
+
+size_t free_memory(int device) {
+  size_t most = std::min(limit, total_memory());
+  return most > used[device] ? most - used[device] : 0;
 }
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
@@ -599,7 +609,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   strcpy(properties->name, "GPU without kernels");
   properties->major = gpu().major();
   properties->minor = gpu().minor();
-  properties->totalGlobalMem = kTotalMemory;
+  properties->totalGlobalMem = total_memory();
   properties->multiProcessorCount = gpu().multiprocessors;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
@@ -823,7 +833,7 @@ cudaError_t cudaMalloc(void** address, size_t size) {
   IN_CONTEXT();
   Guard held(guard);
   count("Malloc");
-  if (used[current_device] + size > limit || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
+  if (size > free_memory(current_device) || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
   size_t whole = (size + kPage - 1) / kPage * kPage;
   int file = memfd_create("device memory", 0);
   if (file < 0 || ftruncate(file, whole)) {
@@ -863,8 +873,8 @@ cudaError_t cudaFree(void* address) {
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   IN_CONTEXT();
   Guard held(guard);
-  *total = kTotalMemory;
-  *free_bytes = kTotalMemory - used[current_device];
+  *total = total_memory();
+  *free_bytes = free_memory(current_device);
   return cudaSuccess;
 }
 
