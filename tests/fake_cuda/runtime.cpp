@@ -97,7 +97,7 @@ std::map<int, size_t> used;  // bytes of each device
 size_t limit = SIZE_MAX;     // of each device; other processes have the rest of its memory
 std::set<int> contexts;      // devices that this process has used
 bool has_meetings = false, is_ending = false;
-bool (*wanted_elsewhere)(cudaStream_t*, long*) = nullptr;  // the position of a meeting that other processes wait for
+bool (*wanted_elsewhere)(int, cudaStream_t*, long*) = nullptr;  // the position of a meeting, by number, that other processes wait for
 bool lazy = false;
 cudaStream_t late = nullptr;  // the only stream that is late in the mode `lazy`; nullptr: all are
 int lock_failures = 0;  // page-locks that are still to fail
@@ -159,6 +159,9 @@ bool use_device() {
     if (!use_device()) return fail(cudaErrorDevicesUnavailable); \
     if (broken != cudaSuccess) return fail(broken);              \
   } while (0)
+
+// How a call ends that has waited: a kernel may have failed meanwhile.
+cudaError_t waited() { return broken != cudaSuccess ? fail(broken) : cudaSuccess; }
 
 std::string in_hex(const void* address) {
   char text[32];
@@ -371,7 +374,8 @@ void meet_others() {
     if (is_ending) return;
     cudaStream_t stream;
     long count;
-    if (wanted_elsewhere && wanted_elsewhere(&stream, &count)) advance({stream, count});
+    // One that cannot be reached yet, since its stream waits for another process, keeps no other back.
+    for (int number = 0; wanted_elsewhere && wanted_elsewhere(number, &stream, &count); number++) advance({stream, count});
     progress();
   }
 }
@@ -426,7 +430,7 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaMemcpyKind k
     waits |= pageable;  // CUDA returns after such a copy
   }
   if (waits) await(end);
-  return cudaSuccess;
+  return waits ? waited() : cudaSuccess;
 }
 
 // A launch reports the error of the call before it. A stream belongs to the device that was current when it was made.
@@ -489,8 +493,8 @@ void fake_violation(const char* sentence) {
 }
 
 // An operation that waits for other processes: `meet` is called until it returns true. Returns how many operations the stream was given,
-// with this one. `wanted` finds the stream and this number of an operation for which another process waits already.
-long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(cudaStream_t*, long*)) {
+// with this one. `wanted` finds the stream and this number of each operation for which another process waits already.
+long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(int, cudaStream_t*, long*)) {
   Guard held(guard);
   if (!has_meetings) atexit(end_meetings), std::thread(meet_others).detach();
   has_meetings = true, wanted_elsewhere = wanted;
@@ -523,6 +527,12 @@ int fake_fail_launch(int after) {
   Guard held(guard);
   std::swap(after, launch_to_fail);
   return after;
+}
+
+// A kernel has met an assertion: no call of this process works from now on.
+void fake_assertion(void) {
+  Guard held(guard);
+  if (broken == cudaSuccess) broken = cudaErrorAssert;
 }
 
 void fake_reset(void) {
@@ -663,7 +673,7 @@ cudaError_t cudaDeviceSynchronize(void) {
   IN_CONTEXT();
   count("DeviceSynchronize");
   await_all(current_device);
-  return cudaSuccess;
+  return waited();
 }
 
 cudaError_t cudaGetLastError(void) {
@@ -681,6 +691,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
     case cudaErrorHostMemoryNotRegistered: return "cudaErrorHostMemoryNotRegistered";
     case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorAssert: return "cudaErrorAssert";
     case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorDevicesUnavailable: return "cudaErrorDevicesUnavailable";
     case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
@@ -695,6 +706,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorAssert: return "device-side assert triggered";
     default: return cudaGetErrorName(error);
   }
 }
@@ -733,7 +745,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   count("StreamSynchronize");
   cudaStream_t key = key_of(handle);
   wait_for({key, given_to(key)});
-  return cudaSuccess;
+  return waited();
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -800,7 +812,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   IN_CONTEXT();
   count("EventSynchronize");
   wait_for(((Event*)event)->position);
-  return cudaSuccess;
+  return waited();
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEvent_t second) {

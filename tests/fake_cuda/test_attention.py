@@ -46,9 +46,7 @@ def test_dropout_within_attention_is_the_same_in_backward(computing, bias):
 
 def test_an_operation_that_fails_later_is_counted(computing, capfd):
     """It fails where it is carried out, long after its call."""
-    operands = torch.zeros(3, dtype=torch.int64, device="cuda")
-    table = torch.zeros(4, 2, device="cuda")
-    F.embedding(operands + 7, table)
-    assert [name for name in computing.not_computed if "embedding" in name or "index" in name]
+    torch.special.bessel_j0(torch.ones(3, dtype=torch.float16, device="cuda"))  # the CPU has no kernel for this dtype
+    assert [name for name in computing.not_computed if "bessel_j0" in name]
     assert "Its results are undefined" in capfd.readouterr().err
     computing.reset()
