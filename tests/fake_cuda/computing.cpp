@@ -352,7 +352,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::Sym
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool, std::optional<double> scale) {
   at::Tensor seed = drawn_seed();
   Attention made(q, k, v, std::nullopt, causal, dropout, seed, scale);
-  return {made.output(q), made.logsumexp, at::Tensor(), at::Tensor(), q.size(2), k.size(2), at::stack({seed, zero()}), zero(),
+  at::Tensor output = at::empty_like(q).copy_(made.output(q));  // Inductor's code relies on CUDA's strides
+  return {output, made.logsumexp, at::Tensor(), at::Tensor(), q.size(2), k.size(2), at::stack({seed, zero()}), zero(),
           at::empty({0}, q.options())};
 }
 
