@@ -318,6 +318,16 @@ print(l2l_compile.__file__, l2l_compile.passes.__file__)
     assert str(BENCHMARKS.parent.parent) in done.stdout
 
 
+@pytest.mark.parametrize("stage", ["faults", "memory", "races", "speed"])
+def test_quick_sizes_on_a_gpu_are_those_of_a_cpu(stage):
+    import torch
+
+    size = getattr(module(stage), "load" if stage == "speed" else "size_of")
+    kinds = [("cpu", False), ("cuda", True), ("cuda", False)]
+    on_cpu, quick, large = (size(module("cases").Context(stage, torch.device(kind), 0.0, None, fast)) for kind, fast in kinds)
+    assert on_cpu == quick != large
+
+
 # ---- what could pass without a check ---------------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ Stages run one after the other, each in processes of its own with a share of the
 stage at most. Figures are printed and written as they come, to one JSON file that is valid at every moment. At the end, a
 table, worst first, shows each figure with its expected value. Without a GPU, cases that a CPU can run do so at a small size;
 the other cases report that they need a GPU. Nothing is downloaded, and the package need not be installed. The script ends
-within `--minutes`, even if a stage hangs.
+within `--minutes`, even if a stage hangs. With `--quick`, sizes are small on a GPU as well, to try the script: its figures of
+speed and memory say nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +38,19 @@ SHARES = {"machine": 30, "parity": 65, "memory": 70, "races": 35, "copies": 25, 
 ON_CPU = {"machine": 8, "parity": 20, "memory": 12, "races": 14, "copies": 3, "speed": 8, "faults": 14, "paper": 5}
 
 
-def stages(names: list[str], device: str) -> list[Stage]:
+def stages(names: list[str], device: str, quick: bool = False) -> list[Stage]:
     """The stages in their order, with the processes that the cores allow."""
     shares = SHARES if seems_to_have_gpu(device) else ON_CPU
     command = (sys.executable, "-u", "-m", "gpu_stages")
     most = max(1, len(os.sched_getaffinity(0)) // CORES_A_WORKER)
     return [
-        Stage(name, shares[name], (*command, name, "--device", device), min(most, WORKERS.get(name, 1)), early=True)
+        Stage(
+            name,
+            shares[name],
+            (*command, name, "--device", device, *(["--quick"] if quick else [])),
+            min(most, WORKERS.get(name, 1)),
+            early=True,
+        )
         for name in shares
         if name in names
     ]
@@ -54,9 +61,9 @@ def seems_to_have_gpu(device: str) -> bool:
     return device.startswith("cuda") or device == "auto" and any(Path("/dev").glob("nvidia*"))
 
 
-def default_path(record: Record) -> Path:
-    """The path of the figures. For a GPU, it has date and device; figures of a CPU prove nothing and are overwritten."""
-    if record.fact("device type") != "cuda":
+def default_path(record: Record, quick: bool = False) -> Path:
+    """The path of the figures. For a GPU, it has date and device; figures of a CPU, or of small sizes, prove nothing and are overwritten."""
+    if quick or record.fact("device type") != "cuda":
         return Path("runs") / "gpu.json"
     device = re.sub(r"[^a-z0-9]+", "-", str(record.fact("device")).lower()).strip("-")
     return HERE / "runs" / f"gpu-{record.date[:10]}-{device}.json"
@@ -69,6 +76,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
     places = "runs/gpu.json; of a GPU beside this script, runs/gpu-<date>-<device>.json"
     parser.add_argument("--json", type=Path, help=f"where the figures go (default: {places})")
+    parser.add_argument("--quick", action="store_true", help="small sizes, on a GPU as well: to try the script")
     parser.add_argument("--host-gb", type=float, help="memory of the host, where it grows as it is used (default: what is free)")
     parser.add_argument("--traces", type=Path, help="a folder for Chrome traces of the steps that stage speed measures")
     options = parser.parse_args()
@@ -85,13 +93,13 @@ def main() -> int:
     def ended(name: str, record: Record) -> None:
         entry = record.stages[name]
         print(f"---- {name}: {entry['status']} after {entry['seconds']:g} of {entry['allotted']:g} s", flush=True)
-        if options.json is None and record.path != default_path(record):
-            record.move(default_path(record))
+        if options.json is None and record.path != default_path(record, options.quick):
+            record.move(default_path(record, options.quick))
 
     def heard(row: Row) -> None:
         print(shown(row), flush=True)
 
-    run_stages(stages(options.only, options.device), 60 * options.minutes, record, heard, ended)
+    run_stages(stages(options.only, options.device, options.quick), 60 * options.minutes, record, heard, ended)
     print("\nmachine: " + " | ".join(f"{row.figure} {value_of(row)}" for row in record.rows if row.stage == "machine"))
     print("\n" + table([row for row in record.rows if row.stage != "machine" or row.is_bad]))
     print(f"\nwritten to {record.path}")

@@ -24,6 +24,7 @@ from l2l_compile.races import Place
 from l2l_compile.runtime.activation_copies import ActivationsFromHost, ActivationsToHost
 from l2l_compile.runtime.instructions import Instruction, Instructions
 from l2l_compile.runtime.messages import ArrivingParts, Leaving, LeavingParts, counts_of, finish_messages
+from l2l_compile.runtime.out_of_memory import name_node
 from l2l_compile.runtime.overlapped_copies import GradientStream, MicroBatchCopies, OutputStream, StreamedGradient, run_with
 from l2l_compile.runtime.runtime_value import RuntimeValue, bytes_of, copies
 from l2l_compile.runtime.segment_run import kept_on_host, run_backward, run_forward, usable_savings
@@ -84,7 +85,11 @@ class Executor:
             device.begins(node, segments)
             device.accesses.begins(node.name)
             handler = HANDLERS[node.target]  # type: ignore[index]  # a call of the vocabulary
-            values[instruction.value] = handler(self, node, *instruction.operands(values))
+            try:
+                values[instruction.value] = handler(self, node, *instruction.operands(values))
+            except torch.OutOfMemoryError as error:
+                name_node(error, node, segments)
+                raise
 
     def pause(self) -> None:
         """Have lanes wait until all messages that were sent so far have left. Those that were asked for may still come."""

@@ -33,6 +33,7 @@ from l2l_compile.runtime.instructions import instructions_of
 from l2l_compile.runtime.joint_forward import JointRun, begin_together, collectives_of, options_told
 from l2l_compile.runtime.kept_activations import KeptLevels, Room, kept_levels
 from l2l_compile.runtime.micro_batches import MicroBatches
+from l2l_compile.runtime.out_of_memory import name_remedies, name_slabs
 from l2l_compile.runtime.outputs import Outputs
 from l2l_compile.runtime.resident_weights import MeasuredNeed
 from l2l_compile.runtime.rows import StepRows
@@ -81,8 +82,9 @@ class Runner:
         self._micro_batches = MicroBatches(program, engine.options, engine.lowering)
         self._need = MeasuredNeed()
         self._weight_bytes = sum(slab_bytes([segment], self.captured.hints) for segment in program.here)
-        streamed = program.streamed if program.step is None else program.here  # one micro-batch goes forward and back as a whole
-        self._slab_bytes = slab_bytes(streamed, self.captured.hints)
+        goes_whole = program.step is not None  # one micro-batch goes forward and back
+        self._streamed = program.here if goes_whole else program.streamed
+        self._slab_bytes = slab_bytes(self._streamed, self.captured.hints)
 
     @property
     def program(self) -> Program:
@@ -392,7 +394,7 @@ class Runner:
             with device.running(), ranges(device), torch.no_grad(), without_autocast(device.torch_device):
                 self.engine.set_apart.begin()
                 if fetches := instructions_of(graph, device.launches_first).fetches:
-                    device.reserve_slabs(count, self._slab_bytes)
+                    self._reserve_slabs(count)
                 if not step.to_train:
                     self.engine.kept_inputs.begin(self.engine.resident.bytes)
                     self.engine.resident.begin(self._need, self._sizes_of(step), self._weight_bytes)
@@ -401,12 +403,10 @@ class Runner:
                     device.await_ranks(step.world.check)
                 device.synchronize()
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError) and step.levels:
-                self.engine.room.ran_out()
-                error.add_note(
-                    f"the step keeps {format_bytes(_kept(step).device)} inside of layers on the device for backward, and copies "
-                    f"{format_bytes(_kept(step).host)} to the host: smaller options keep and keep_on_host leave more"
-                )
+            if isinstance(error, torch.OutOfMemoryError):
+                if step.levels:
+                    self.engine.room.ran_out()
+                name_remedies(error, step, _kept(step))
             if step.world is not None:
                 step.world.failed(error)
             try:
@@ -423,6 +423,13 @@ class Runner:
                 self._need = MeasuredNeed()
                 lost = self.engine.in_flight.drop(error)
                 self._recover_host(step, *others, *lost)
+            raise
+
+    def _reserve_slabs(self, count: int) -> None:
+        try:
+            self.engine.device.reserve_slabs(count, self._slab_bytes)
+        except torch.OutOfMemoryError as error:
+            name_slabs(error, count, self._streamed, self.captured.hints)
             raise
 
     def _recover_host(self, *steps: Step) -> None:

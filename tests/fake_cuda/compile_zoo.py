@@ -6,7 +6,6 @@ python tests/fake_cuda/compile_zoo.py stack skips     these
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from dataclasses import asdict
@@ -62,7 +61,6 @@ def spilling() -> dict:
 if __name__ == "__main__":
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
-    ctypes.CDLL(None).fake_set_limit(ctypes.c_size_t(64 << 30))  # memory that no copy reaches takes none of the host
     kernels: dict[str, dict[str, list[dict]]] = {}
     for name in sys.argv[1:] or MODELS:
         for precision in ("fp32", "bf16"):

@@ -34,9 +34,9 @@ class Runtime:
         """Operations of which the numbers are not to be believed: failed on the CPU, or not known to it."""
         return [name for name in self.counts if name.startswith(("failed: ", "not computed: "))]
 
-    def set_limit(self, size: int) -> None:
-        """Bytes of device memory that the allocator gets at most."""
-        self._library.fake_set_limit(size)
+    def set_limit(self, size: int | None) -> None:
+        """Bytes of the device that this process may have: other processes have the others. None: all are free."""
+        self._library.fake_set_limit(ctypes.c_size_t(-1) if size is None else size)
 
     def fail_locks(self, number: int) -> None:
         """The next page-locks fail."""
@@ -74,7 +74,7 @@ def runtime():
     found = runtime.violations
     runtime.set_lazy(False)
     runtime.fail_locks(0)
-    runtime.set_limit(8 << 30)
+    runtime.set_limit(None)
     runtime.reset()
     assert not found
 

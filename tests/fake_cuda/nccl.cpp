@@ -42,7 +42,7 @@ void fake_violation(const char* sentence);
 char* fake_reach(const void* address, size_t size);
 int fake_device_of(const void* address);
 int fake_device_of_stream(cudaStream_t stream);
-long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(cudaStream_t*, long*));
+long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(int, cudaStream_t*, long*));
 void fake_wait(cudaStream_t stream, cudaStream_t other, long count);
 }
 
@@ -379,11 +379,12 @@ bool is_wanted(const Call& call) {
   return false;
 }
 
-bool wanted(cudaStream_t* stream, long* count) {
+// Of the calls that another rank has come to, and this one has not, that with this number.
+bool wanted(int number, cudaStream_t* stream, long* count) {
   Guard held;
   for (Communicator* c : communicators)
     for (Call* call : c->waiting)
-      if (is_wanted(*call)) return *stream = call->stream, *count = call->count, true;
+      if (is_wanted(*call) && !number--) return *stream = call->stream, *count = call->count, true;
   return false;
 }
 

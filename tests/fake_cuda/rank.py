@@ -101,6 +101,26 @@ def the_same_device(rank: int, world: int) -> None:
     dist.all_reduce(torch.ones(3, device="cuda:0"))
 
 
+def one_is_held_up(rank: int, world: int) -> None:
+    """On rank 1, the first group's collective waits for the third's, which rank 0 comes to behind the second's: all three end."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    first, second, third = groups = [dist.new_group(list(range(world))) for _ in range(3)]
+    for group in groups:  # connects it
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+    torch.cuda.synchronize(device)
+    orders = ([first], [second, third]) if rank == 0 else ([third, first], [second])
+    streams, made = [torch.cuda.Stream(device) for _ in orders], []
+    for stream, order in zip(streams, orders, strict=True):
+        with torch.cuda.stream(stream):
+            for group in order:
+                made.append(torch.full((2,), rank + 1.0, device=device))
+                dist.all_reduce(made[-1], group=group)
+    for stream in streams:
+        stream.synchronize()
+    assert [tensor.tolist() for tensor in made] == [[3.0, 3.0]] * 3
+
+
 def one_fails(rank: int, world: int) -> None:
     """The last rank fails between two collectives. The others, whose streams wait for it, say so within ten seconds."""
     _, _, step = steps.sharded(Stack(3).double(), world)
@@ -132,6 +152,7 @@ CASES: dict[str, Callable[[int, int], Any]] = {
     "other collectives": other_collectives,
     "the same device": the_same_device,
     "one fails": one_fails,
+    "one is held up": one_is_held_up,
     "shards": lambda rank, world: test_mean.each_gradient_is_the_mean(rank, world, "odd", {}),
     "shards, stash on the host": lambda rank, world: test_mean.each_gradient_is_the_mean(rank, world, "stack", {"stash": "host"}),
     "steps on shards": test_mean.updates_as_eager_does,

@@ -21,6 +21,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -40,7 +41,6 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kGiB = size_t(1) << 30;
-constexpr size_t kTotalMemory = 80 * kGiB;
 constexpr int kMostViolations = 100;
 constexpr int kLate = 20000;  // microseconds
 constexpr int kPause = 50;    // microseconds between two looks at an operation that waits for another process
@@ -94,10 +94,10 @@ std::map<cudaStream_t, Stream> streams;
 uintptr_t last_stream = 0x1000;
 long operations = 0;
 std::map<int, size_t> used;  // bytes of each device
-size_t limit = 8 * kGiB;     // of each device
+size_t limit = SIZE_MAX;     // of each device; other processes have the rest of its memory
 std::set<int> contexts;      // devices that this process has used
 bool has_meetings = false, is_ending = false;
-bool (*wanted_elsewhere)(cudaStream_t*, long*) = nullptr;  // the position of a meeting that other processes wait for
+bool (*wanted_elsewhere)(int, cudaStream_t*, long*) = nullptr;  // the position of a meeting, by number, that other processes wait for
 bool lazy = false;
 cudaStream_t late = nullptr;  // the only stream that is late in the mode `lazy`; nullptr: all are
 int lock_failures = 0;  // page-locks that are still to fail
@@ -114,6 +114,16 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 int device_count() {
   const char* given = getenv("FAKE_CUDA_DEVICES");
   return given ? atoi(given) : 1;
+}
+
+size_t total_memory() {  // of each device
+  const char* given = getenv("FAKE_CUDA_GIB");
+  return (given ? atoi(given) : 8) * kGiB;
+}
+
+size_t free_memory(int device) {
+  size_t most = std::min(limit, total_memory());
+  return most > used[device] ? most - used[device] : 0;
 }
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
@@ -149,6 +159,9 @@ bool use_device() {
     if (!use_device()) return fail(cudaErrorDevicesUnavailable); \
     if (broken != cudaSuccess) return fail(broken);              \
   } while (0)
+
+// How a call ends that has waited: a kernel may have failed meanwhile.
+cudaError_t waited() { return broken != cudaSuccess ? fail(broken) : cudaSuccess; }
 
 std::string in_hex(const void* address) {
   char text[32];
@@ -361,7 +374,8 @@ void meet_others() {
     if (is_ending) return;
     cudaStream_t stream;
     long count;
-    if (wanted_elsewhere && wanted_elsewhere(&stream, &count)) advance({stream, count});
+    // One that cannot be reached yet, since its stream waits for another process, keeps no other back.
+    for (int number = 0; wanted_elsewhere && wanted_elsewhere(number, &stream, &count); number++) advance({stream, count});
     progress();
   }
 }
@@ -416,7 +430,7 @@ cudaError_t copy(void* target, const void* source, size_t size, cudaMemcpyKind k
     waits |= pageable;  // CUDA returns after such a copy
   }
   if (waits) await(end);
-  return cudaSuccess;
+  return waits ? waited() : cudaSuccess;
 }
 
 // A launch reports the error of the call before it. A stream belongs to the device that was current when it was made.
@@ -479,8 +493,8 @@ void fake_violation(const char* sentence) {
 }
 
 // An operation that waits for other processes: `meet` is called until it returns true. Returns how many operations the stream was given,
-// with this one. `wanted` finds the stream and this number of an operation for which another process waits already.
-long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(cudaStream_t*, long*)) {
+// with this one. `wanted` finds the stream and this number of each operation for which another process waits already.
+long fake_give_meeting(cudaStream_t stream, bool (*meet)(void*), void* argument, bool (*wanted)(int, cudaStream_t*, long*)) {
   Guard held(guard);
   if (!has_meetings) atexit(end_meetings), std::thread(meet_others).detach();
   has_meetings = true, wanted_elsewhere = wanted;
@@ -513,6 +527,12 @@ int fake_fail_launch(int after) {
   Guard held(guard);
   std::swap(after, launch_to_fail);
   return after;
+}
+
+// A kernel has met an assertion: no call of this process works from now on.
+void fake_assertion(void) {
+  Guard held(guard);
+  if (broken == cudaSuccess) broken = cudaErrorAssert;
 }
 
 void fake_reset(void) {
@@ -599,7 +619,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   strcpy(properties->name, "GPU without kernels");
   properties->major = gpu().major();
   properties->minor = gpu().minor();
-  properties->totalGlobalMem = kTotalMemory;
+  properties->totalGlobalMem = total_memory();
   properties->multiProcessorCount = gpu().multiprocessors;
   properties->warpSize = 32;
   properties->maxThreadsPerBlock = 1024;
@@ -653,7 +673,7 @@ cudaError_t cudaDeviceSynchronize(void) {
   IN_CONTEXT();
   count("DeviceSynchronize");
   await_all(current_device);
-  return cudaSuccess;
+  return waited();
 }
 
 cudaError_t cudaGetLastError(void) {
@@ -671,6 +691,7 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorHostMemoryAlreadyRegistered: return "cudaErrorHostMemoryAlreadyRegistered";
     case cudaErrorHostMemoryNotRegistered: return "cudaErrorHostMemoryNotRegistered";
     case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
+    case cudaErrorAssert: return "cudaErrorAssert";
     case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
     case cudaErrorDevicesUnavailable: return "cudaErrorDevicesUnavailable";
     case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
@@ -685,6 +706,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
+    case cudaErrorAssert: return "device-side assert triggered";
     default: return cudaGetErrorName(error);
   }
 }
@@ -723,7 +745,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   count("StreamSynchronize");
   cudaStream_t key = key_of(handle);
   wait_for({key, given_to(key)});
-  return cudaSuccess;
+  return waited();
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
@@ -790,7 +812,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   IN_CONTEXT();
   count("EventSynchronize");
   wait_for(((Event*)event)->position);
-  return cudaSuccess;
+  return waited();
 }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t first, cudaEvent_t second) {
@@ -823,7 +845,7 @@ cudaError_t cudaMalloc(void** address, size_t size) {
   IN_CONTEXT();
   Guard held(guard);
   count("Malloc");
-  if (used[current_device] + size > limit || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
+  if (size > free_memory(current_device) || (malloc_to_fail >= 0 && malloc_to_fail-- == 0)) return fail(cudaErrorMemoryAllocation);
   size_t whole = (size + kPage - 1) / kPage * kPage;
   int file = memfd_create("device memory", 0);
   if (file < 0 || ftruncate(file, whole)) {
@@ -863,8 +885,8 @@ cudaError_t cudaFree(void* address) {
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   IN_CONTEXT();
   Guard held(guard);
-  *total = kTotalMemory;
-  *free_bytes = kTotalMemory - used[current_device];
+  *total = total_memory();
+  *free_bytes = free_memory(current_device);
   return cudaSuccess;
 }
 

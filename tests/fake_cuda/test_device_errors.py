@@ -15,3 +15,11 @@ def test_the_first_error_of_a_broken_device_is_shown(runtime, update, share):
     assert first.startswith("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")
     assert same == "True"
     assert "an illegal memory access was encountered" in again
+
+
+@pytest.mark.parametrize("lazy", [0, 1], ids=["at once", "late"])
+def test_an_index_out_of_range_is_an_error_of_later_calls(runtime, lazy):
+    """As on a GPU: the look-up itself returns, and each call that waits for it has the error of its assertion."""
+    first, *errors = lines_of("index_out_of_range.py", lazy)
+    assert first == "the call returns"
+    assert errors == ["CUDA error: device-side assert triggered"] * 2

@@ -64,6 +64,11 @@ def test_collectives_have_the_bytes_of_all_ranks(runtime, tmp_path, world, lazy)
     check(run(tmp_path, world, "collectives", lazy=lazy), "collectives")
 
 
+def test_a_collective_that_is_held_up_keeps_no_other_back(runtime, tmp_path):
+    """Streams go on beside each other, as on GPUs: else four stages of shards would hang here."""
+    check(run(tmp_path, 2, "one is held up"), "one is held up")
+
+
 @pytest.mark.parametrize("lazy", [True, False], ids=["late", "at once"])
 def test_two_ranks_have_the_numbers_of_one_process(runtime, tmp_path, lazy):
     found = run(tmp_path, 2, *SHARDS, lazy=lazy)

@@ -438,7 +438,7 @@ def test_a_step_that_runs_out_of_memory_names_the_option(threaded, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="on purpose") as error:
         patch.setattr(type(session_of(step).device), "push", fails)
         step(rows(6)).pow(2).sum().backward()
-    assert "smaller options keep and keep_on_host leave more" in error.value.__notes__[-1]
+    assert "in this order: smaller options keep and keep_on_host (the step keeps" in error.value.__notes__[-1]
 
 
 def test_what_cannot_be_kept_is_named():

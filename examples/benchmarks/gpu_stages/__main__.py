@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--go", type=Path, required=True, help="a file with the end of the stage's time, seconds since 1970")
     parser.add_argument("--shard", default="0/1", help="i/n: cases i, i + n, i + 2 n, ...")
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto takes a GPU if there is one")
+    parser.add_argument("--quick", action="store_true", help="small sizes, on a GPU as well")
     options = parser.parse_args()
 
     from .cases import Context, run_cases
@@ -44,7 +45,7 @@ def main() -> int:
     if hasattr(module, "prepare"):
         module.prepare()
     until = wait_for(options.go)
-    context = Context(options.stage, device_named(options.device), until, Journal(options.journal))
+    context = Context(options.stage, device_named(options.device), until, Journal(options.journal), options.quick)
     index, count = map(int, options.shard.split("/"))
     return run_cases(context, module.cases(context)[index::count], options.journal)
 

@@ -29,13 +29,20 @@ class Context:
 
     device    where layers run
     until     end of the stage's time, by `time.time()`
-    on_gpu    whether the device is a GPU; otherwise, sizes are small
+    quick     whether sizes are small on a GPU as well
+    on_gpu    whether the device is a GPU
+    is_large  whether sizes are those of a GPU
     """
 
     stage: str
     device: torch.device
     until: float
     journal: Journal
+    quick: bool = False
+
+    @property
+    def is_large(self) -> bool:
+        return self.on_gpu and not self.quick
 
     @property
     def on_gpu(self) -> bool:

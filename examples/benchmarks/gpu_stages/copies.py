@@ -22,9 +22,9 @@ REPEATS = 5
 def cases(context: Context) -> list[Case]:
     bound = lambda work, *more: functools.partial(work, context, *more)  # noqa: E731
     return [
-        *(Case(f"copies of {size} MiB", bound(copies, size), 15, gpu=True) for size in SIZES),
+        *(Case(f"copies of {size} MiB", bound(copies, size), 15, gpu=True) for size in SIZES[: 2 if context.quick else None]),
         Case("page-locking", bound(page_locking), 15, gpu=True),
-        Case("a product in bf16" if context.on_gpu else "a product in fp32", bound(product), 15),
+        Case("a product in bf16" if context.is_large else "a product in fp32", bound(product), 15),
         Case("copies within the host", bound(host_copies), 15),
         Case("a machine file", bound(machine_file), 40),
     ]
@@ -120,7 +120,7 @@ def call_seconds(context: Context, work: Callable[[], object]) -> float:
 
 def host_copies(context: Context, report: Report) -> None:
     """GB/s of copies of 256 MiB (64 on a CPU) and of casts to bf16, as for the wire, with one and with PyTorch's threads."""
-    count = (256 if context.on_gpu else 64) << 20
+    count = (256 if context.is_large else 64) << 20
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     wide, narrow = torch.ones(count // 4), torch.zeros(count // 4, dtype=torch.bfloat16)
     threads = torch.get_num_threads()
@@ -136,10 +136,13 @@ def host_copies(context: Context, report: Report) -> None:
 
 def product(context: Context, report: Report) -> None:
     """TFLOP/s of a square product: 8192 in bf16 on a GPU, 512 in fp32 elsewhere."""
-    side = 8192 if context.on_gpu else 512
-    dtype = torch.bfloat16 if context.on_gpu else torch.float32
+    side = 8192 if context.is_large else 512
+    dtype = torch.bfloat16 if context.is_large else torch.float32
     a, b = (torch.randn(side, side, device=context.device).to(dtype) for _ in range(2))
     seconds = median(context, lambda: a @ b)
     report.fact(
-        f"product of {side} x {side}", 2 * side**3 / seconds / 1e12, "TFLOP/s", should="H200: about 780" if context.on_gpu else ""
+        f"product of {side} x {side}",
+        2 * side**3 / seconds / 1e12,
+        "TFLOP/s",
+        should="H200: about 780" if context.is_large else "",
     )

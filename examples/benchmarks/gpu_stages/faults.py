@@ -47,7 +47,7 @@ def cases(context: Context) -> list[Case]:
 
 
 def size_of(context: Context) -> Size:
-    if context.on_gpu:  # layers of 50 MB
+    if context.is_large:  # layers of 50 MB
         return Size(layers=6, hidden=1024, intermediate=2816, heads=16, groups=16, vocabulary=4096, tokens=128)
     return Size(layers=3, hidden=64, intermediate=128, heads=4, groups=4, vocabulary=256, tokens=16)
 
@@ -72,7 +72,7 @@ def worst(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 
 def little_pinned(context: Context, report: Report) -> None:
     """With 64 MiB (1 MiB on a CPU) of page-locked memory, the numbers equal a run without a limit."""
-    bound, words = (64 << 20, "64MiB") if context.on_gpu else (1 << 20, "1MiB")
+    bound, words = (64 << 20, "64MiB") if context.is_large else (1 << 20, "1MiB")
     inputs = token_batch(size_of(context), 8)
     expected = gradients(compiled_model(context, stand_in(context), precision="bf16"), inputs)
     torch._dynamo.reset()

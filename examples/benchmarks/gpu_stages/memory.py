@@ -28,12 +28,12 @@ def cases(context: Context) -> list[Case]:
     """
     of = lambda depth: Case(f"{depth} layers", functools.partial(peak, context, depth), 110, alone=context.on_gpu)  # noqa: E731
     turns = Case("three lengths in turn", functools.partial(lengths, context), 40)
-    return [of(24), of(384), of(96), turns] if context.on_gpu else [of(4), of(12), turns]
+    return [of(24), of(384), of(96), turns] if context.is_large else [of(4), of(12), turns]
 
 
 def size_of(context: Context) -> Size:
     """BERT-large's width with a small vocabulary, so that layers dominate the figures; a tiny size on a CPU."""
-    if context.on_gpu:
+    if context.is_large:
         return replace(BERT_LARGE, vocabulary=1024, tokens=128)
     return Size(layers=4, hidden=64, intermediate=256, heads=4, groups=4, vocabulary=96, tokens=16)
 
@@ -41,13 +41,13 @@ def size_of(context: Context) -> Size:
 def peak(context: Context, depth: int, report: Report) -> None:
     """Peak of the first step. Parameters are bf16 on a GPU: 384 layers are 9.7 GB, and their gradients as much."""
     size = replace(size_of(context), layers=depth)
-    dtype = torch.bfloat16 if context.on_gpu else torch.float32
+    dtype = torch.bfloat16 if context.is_large else torch.float32
     needed = 3 * depth * 12 * size.hidden**2 * dtype.itemsize
     if needed > (available := available_bytes()):
         raise Unfit(f"{depth} layers need {needed / 1e9:.0f} GB of the host, {available / 1e9:.0f} are there")
     model = build(Encoder, size, dtype)
     options = {**device_options(context), "micro_batches": 4, "stash": "host"}
-    compiled, batch = Compiled(model, options), token_batch(size, 32 if context.on_gpu else 8)
+    compiled, batch = Compiled(model, options), token_batch(size, 32 if context.is_large else 8)
     workspace = cublas_workspace(context, compiled, dtype)
     seconds = context.seconds(lambda: compiled(**batch).backward())
     peaks = noted(context, depth, compiled.stats.peak_device_bytes)
@@ -92,7 +92,7 @@ def noted(context: Context, depth: int, value: int) -> dict[int, int]:
 def lengths(context: Context, report: Report) -> None:
     """Train on batches of three lengths, twice. The second time, buffers of the first time are used again."""
     size = size_of(context)
-    size = replace(size, tokens=4 * size.tokens, layers=8 if context.on_gpu else 2)
+    size = replace(size, tokens=4 * size.tokens, layers=8 if context.is_large else 2)
     model = build(Encoder, size)
     precision = {"precision": "bf16"}
     compiled = Compiled(model, {**device_options(context), "micro_batches": 4, **precision}, stand_in(context))

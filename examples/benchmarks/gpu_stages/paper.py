@@ -20,13 +20,13 @@ prepare = warm_up
 
 def cases(context: Context) -> list[Case]:
     """Precision, micro-batches and depth in turn, so that each table has rows early."""
-    size, rows = (BERT_LARGE, 64) if context.on_gpu else (Size(3, 32, 64, 2, 2, 96, 16), 8)
+    size, rows = (BERT_LARGE, 64) if context.is_large else (Size(3, 32, 64, 2, 2, 96, 16), 8)
     bound = lambda at, rows, count, **options: functools.partial(row, context, at, rows, count, options)  # noqa: E731
     precisions = [("bf16", {"precision": "bf16"}), ("fp32", {}), ("fp16", {"precision": "fp16"})][: 3 if context.on_gpu else 1]
     by_precision = [Case(f"precision {name}", bound(size, rows, 8, **options)) for name, options in precisions]
-    counts = (1, 2, 4, 16, 32) if context.on_gpu else (2,)
+    counts = (1, 2, 4, 16, 32) if context.is_large else (2,)
     by_count = [Case(f"{count} micro-batches of {rows}", bound(size, rows, count, precision="bf16")) for count in counts]
-    depths = (12, 48, 96) if context.on_gpu else (2,)
+    depths = (12, 48, 96) if context.is_large else (2,)
     by_depth = [Case(f"{depth} layers", bound(replace(size, layers=depth), rows, 8, precision="bf16")) for depth in depths]
     turns = [
         by_precision[i : i + 1] + by_count[i : i + 1] + by_depth[i : i + 1]

@@ -51,7 +51,7 @@ def cases(context: Context) -> list[Case]:
 
 
 def size_of(context: Context) -> Size:
-    if context.on_gpu:
+    if context.is_large:
         return Size(layers=6, hidden=512, intermediate=2048, heads=8, groups=8, vocabulary=2000, tokens=64)
     return Size(layers=3, hidden=32, intermediate=64, heads=2, groups=2, vocabulary=64, tokens=8)
 
@@ -61,7 +61,7 @@ class Subject:
 
     def __init__(self, context: Context, options: dict[str, Any]):
         size = size_of(context)
-        self.model, self.inputs = build(WithLogits, size), token_batch(size, 14 if context.on_gpu else 6)
+        self.model, self.inputs = build(WithLogits, size), token_batch(size, 14 if context.is_large else 6)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)  # no state: only weights have to be restored
         pinned = 1 << 20 if "pinned_memory" in options else None
         self.keeps_gradients = options.get("update") != "in_backward"

@@ -48,7 +48,7 @@ ON_GPU = Load(LLAMA_8B_WIDTH, 32, 8)
 
 
 def load(context: Context) -> Load:
-    if context.on_gpu:
+    if context.is_large:
         return ON_GPU
     return Load(Size(layers=3, hidden=64, intermediate=128, heads=4, groups=2, vocabulary=256, tokens=16), 8, 4)
 
@@ -105,7 +105,7 @@ def cases(context: Context) -> list[Case]:
         "FSDP2 with CPUOffloadPolicy": functools.partial(sharded),
         "FSDP2, an eighth of the batch": functools.partial(sharded),
     }
-    seconds, needs = (120, NEEDS) if context.on_gpu else (30, 0)
+    seconds, needs = 120 if context.on_gpu else 30, NEEDS if context.is_large else 0
     found = []
     for name in _ORDER if context.on_gpu else _ON_CPU:
         work = functools.partial(stream, options=STREAMED[name]) if name in STREAMED else rivals[name]
