@@ -381,11 +381,11 @@ def _passes(value: Any) -> tuple[Any, ...]:
 
 
 def folders_of(value: Any, what: str) -> tuple[str, ...]:
-    """A folder, or several of which none is there twice. Raises `OptionError`, which says `what` it is."""
+    """A folder, or several of which none is there twice, wherever the process goes (`os.chdir`). Raises `OptionError`, which says `what` it is."""
     given = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not given or not all(isinstance(each, (str, Path)) for each in given):
         raise OptionError(f"{what} must be a folder or a list of folders, got {value!r}")
-    folders = tuple(map(str, given))
+    folders = tuple(str(Path(each).absolute()) for each in given)
     places = [os.path.realpath(folder) for folder in folders]
     for number, place in enumerate(places):
         if place in places[:number]:

@@ -6,8 +6,9 @@ step, when the updates of the step before are done, front and back change places
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ class DelayedWires(Wires):
                 if i in versions.ahead:
                     dtype = versions.dtypes[i]
                     if dtype not in whole:
-                        whole[dtype] = written_values(owner).to(dtype, copy=True)
+                        kept = self._restored(owner, owner, dtype)
+                        whole[dtype] = (written_values(owner) if kept is None else kept).to(dtype, copy=True)
                     _part_of(whole[dtype], versions.parameters[i], owner).copy_(versions.front.views[i])
             if whole:
                 found[owner] = [sharded_as(tensor, owner) for tensor in whole.values()]
@@ -145,6 +147,29 @@ class DelayedWires(Wires):
         self._previous = previous
         for versions in self._versions.values():
             versions.identity = [None] * len(versions.identity)
+
+    @contextlib.contextmanager
+    def moving(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within it, parameters get other memory and keep their values: the next step still reads the weights of a step before.
+
+        No update is under way. Slices of a parameter are other tensors behind it, so their wires are made anew.
+        """
+        self.find_writes()
+        sliced = {v for p in parameters for v, i in self._by_owner.get(p, ()) if v.parameters[i] is not p}
+        owners = {owner for versions in sliced for owner in versions.owners}
+        before = self.previous(but={*self._previous, *self._by_owner} - owners)
+        yield
+        self._previous = {**self._previous, **before}
+        self._drop(sliced)
+        for parameter in parameters:
+            for versions, i in self._by_owner.get(parameter, ()):
+                versions.identity[i] = identity(parameter)
+
+    def _drop(self, dropped: Container[_Versions]) -> None:
+        self._versions = {key: versions for key, versions in self._versions.items() if versions not in dropped}
+        self._unchecked.intersection_update(self._versions.values())
+        for owner, places in self._by_owner.items():
+            self._by_owner[owner] = [(versions, i) for versions, i in places if versions not in dropped]
 
     # ---- called on the h2d lane --------------------------------------------------------------------------------------
 
@@ -189,15 +214,23 @@ class DelayedWires(Wires):
 
     def _before(self, parameter: torch.Tensor, owner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The version of a weight that the next step must read, None for the newest. Raises `L2LError` if it is not kept."""
-        others = [(v, i) for v, i in self._by_owner.get(owner, ()) if i in v.ahead and v.parameters[i] is parameter]
-        if not others:
-            return self._restored(parameter, owner, dtype)
-        for other, position in others:
-            if other.dtypes[position] is dtype:
+        known = self._by_owner.get(owner, ())
+        for versions in self._unchecked.intersection(v for v, _ in known):
+            self._check(versions)
+            self._unchecked.discard(versions)
+        ahead = [(v, i) for v, i in known if i in v.ahead]
+        for other, position in ahead:
+            if other.dtypes[position] is dtype and _has_same_entries(other.parameters[position], parameter):
                 return other.front.views[position]
+        if not ahead or owner in self._previous:
+            return self._restored(parameter, owner, dtype)
+        if all(other.dtypes[position] is dtype for other, position in ahead):  # it is another part of its owner than those
+            [whole] = self.previous(but={*self._previous, *self._by_owner} - {owner})[owner]
+            return _part_of(local(whole), parameter, owner)
+        other, position = next((v, i) for v, i in ahead if v.dtypes[i] is not dtype)
         raise L2LError(
             f"a parameter of shape {tuple(parameter.shape)} crosses the link in {dtype} for the first time while delay=1 trains it in "
-            f"{others[0][0].dtypes[others[0][1]]}, and its weights of one step before are kept in that alone. Run a step with "
+            f"{other.dtypes[position]}, and its weights of one step before are kept in that alone. Run a step with "
             "this input before the first update, or leave out the option delay"
         )
 
@@ -258,6 +291,12 @@ class DelayedWires(Wires):
                 assert source is not None
                 view.copy_(source)
             versions.written(position)
+
+
+def _has_same_entries(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same part of a parameter: each program takes slices of its own."""
+    one, other = local(one), local(other)
+    return address(one) == address(other) and (one.shape, one.stride()) == (other.shape, other.stride())
 
 
 def _part_of(whole: torch.Tensor, part: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:

@@ -180,6 +180,28 @@ def test_a_shape_that_comes_later_and_evaluation_in_between():
             assert torch.equal(delayed.compiled(data(9)), compiled(expected.ahead)(data(9)))
 
 
+class Sliced(nn.Module):
+    """A parameter whose slices are the weights of layers, in two programs, and that a third one reads as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 8, 8) * 0.4)
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x, activation=torch.tanh, as_a_whole=False):
+        x = self.first(x)
+        for weight in [self.weights.sum(0)] if as_a_whole else [self.weights[number] for number in range(3)]:
+            x = activation(x @ weight)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("later", [(torch.sigmoid,), (torch.tanh, True)], ids=["other slices", "as a whole"])
+def test_slices_are_read_a_step_late_by_a_later_program(later):
+    expected, delayed = both(Sliced, "momentum")
+    for given in ((), later, ()):
+        assert_same(expected, delayed, lambda number, given=given: [(data(number), *given)], 3)
+
+
 def test_the_compiled_update():
     expected, delayed = both(Stack, "adamw", options={"compile_update": True})
     for number in range(6):

@@ -334,6 +334,20 @@ def test_state_of_an_earlier_file_becomes_that_of_the_run(tmp_path):
     assert all(range_of(v).store is made.stored.store for v in states)
 
 
+def test_a_relative_folder_stays_where_it_is(tmp_path, monkeypatch):
+    """Though the process goes to another folder, which has one of this name too."""
+    for place in ("here", "there"):
+        (tmp_path / place / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    made = begun("run")
+    made.step()
+    monkeypatch.chdir(tmp_path / "there")
+    made.step(2)
+    l2l_compile.commit(made.call, wait=True)
+    assert not list((tmp_path / "there" / "run").iterdir())
+    assert begun(shutil.copytree(tmp_path / "here" / "run", tmp_path / "copied")).number == 3
+
+
 def test_a_commit_that_is_waited_for_is_there(tmp_path):
     """Also if the updates of its step are made late."""
     with slow_disk(Faults(rate=2e7)):

@@ -130,6 +130,59 @@ def test_slices_of_a_stored_parameter_are_taken_from_the_disk(mode, tmp_path):
     assert same(trained(None), trained(tmp_path))
 
 
+class FrozenBeside(Stacked):
+    """A weight that is frozen, beside slices and a whole weight that are trained."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.frozen, self.whole = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.whole(torch.tanh(self.frozen(self.first(x))))
+        for number in range(LAYERS):
+            x = torch.tanh(x @ self.weights[number])
+        return self.last(x)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(("precision", "width"), [("fp32", WIDTH), ("bf16", 2 * WIDTH)])
+def test_a_move_to_the_disk_is_no_write_of_the_user(precision, width, writes, tmp_path):
+    """With `delay=1`, the next step still reads the weights of a step before: of whole parameters, and of slices.
+
+    It reads an entry that the user writes before the move.
+    """
+
+    def trained(disk):
+        torch._dynamo.reset()
+        model = FrozenBeside(width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        options = {**MODES["delayed"], "optimizer": optimizer, "precision": precision}
+        if disk is not None:
+            plan = disk_plan(Options.build({**options, "disk": disk, "host_memory": "1TB"}), largest=WIDTH * width)
+            options |= {"disk": disk, "host_memory": plan.placement.in_memory + plan.beside + RING + 200_000}
+        made = Training(model, optimizer, compiled(model, **options))
+        made.step(3)
+        moving = [model.weights, model.whole.weight]
+        assert all(range_of(p) is None for p in moving), "there is room while a layer is frozen"
+        if writes:
+            l2l_compile.synchronize(made.call)
+            with torch.no_grad():
+                model.weights[1, 100, 7] += 1.0
+                model.whole.weight[100, 7] += 1.0
+        model.frozen.requires_grad_(True)
+        torch._dynamo.reset()  # PyTorch 2.11 does not compile again by itself
+        made.step(3)
+        assert all((range_of(p) is not None) == (disk is not None) for p in moving)
+        read = [p for versions in session_of(made.call).server.wires._versions.values() for p in versions.parameters]
+        assert all((range_of(p) is not None) == (disk is not None) for p in read if p.nbytes >= 1 << 20), (
+            "memory that was left is free"
+        )
+        return made.tensors()
+
+    assert same(trained(None), trained(tmp_path))
+
+
 def test_stored_tensors_take_no_file_descriptor_each(tmp_path):
     """A large model has more of them than a process may have descriptors."""
     store = DiskStore(str(tmp_path))

@@ -19,6 +19,7 @@ from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import WeakHook, remove_with
 from l2l_compile.host.run_contents import Earlier
 from l2l_compile.host.step.torch_step import Hyperparameters
+from l2l_compile.host.stored_parameters import StoredParameters
 from l2l_compile.host.updates.earlier_weights import add
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward
 from l2l_compile.host.updates.in_forward import UpdatesInForward
@@ -55,6 +56,10 @@ class DelayedUpdates(UpdatesInForward):
         """Does not wait for updates. Raises their failures."""
         for worker in (self.worker, self._updating):
             worker.raise_failure()
+
+    def _move(self, stored: StoredParameters, parameters: Sequence[Parameter]) -> None:
+        with self._wires.moving(parameters):
+            super()._move(stored, parameters)
 
     def begin_backward(self, pending: PendingBackward | None, pushes: Counter[Parameter]) -> None:
         """Waits until the gradients of the step before were looked at: the loss scale then accounts for all earlier steps."""

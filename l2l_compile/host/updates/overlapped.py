@@ -93,9 +93,12 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
             mine = {p for p in parameters if p.requires_grad} & self.managed
             if misplaced := self._stored.misplaced(mine):
                 self.synchronize()
-                self._stored.place(misplaced)
+                self._move(self._stored, misplaced)
                 if self.stored_copies is not None:
                     self.stored_copies.place()
+
+    def _move(self, stored: StoredParameters, parameters: Sequence[Parameter]) -> None:
+        stored.place(parameters)
 
     def describe(self, stats: Stats) -> None:
         super().describe(stats)
