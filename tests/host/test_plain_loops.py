@@ -313,6 +313,20 @@ def test_a_parameter_read_in_a_step_of_in_backward_is_a_warning():
     assert [pathlib.Path(w.filename).name for w in caught] == [pathlib.Path(__file__).name]
 
 
+def test_an_evaluation_in_a_step_of_in_backward_is_a_warning():
+    """It reads weights that are updated already, where eager reads those from before the step."""
+    both = Both("in_backward")
+    both.step(X).pow(2).mean().backward()
+    with pytest.warns(UserWarning, match="between backward and optimizer.step.*'in_backward' has updated it") as caught:
+        with torch.no_grad():
+            both.step(X)
+    assert [pathlib.Path(w.filename).name for w in caught] == [pathlib.Path(__file__).name]
+    both.optimizer.step()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both.step(X)
+
+
 # ---- zeros, and steps ------------------------------------------------------------------------------------------------
 
 

@@ -58,6 +58,9 @@ class UpdatesInBackward(DeferredUpdates):
     def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
         if not self._late or self.has_begun_to_update():
             self.synchronize()
+        if self.has_begun_to_update() and not self.ledger.trained.isdisjoint(read := set(parameters)):
+            self._say_that_updates_are_early()
+            parameters = read
         return super().begin_forward(parameters, to_train)
 
     def synchronize(self) -> None:
