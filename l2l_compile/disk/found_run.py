@@ -132,8 +132,8 @@ class FoundRun:
         first = self._asked[0]
         if self.among is not None and os.path.exists(path_of_manifest(first)):
             raise DiskError(
-                f"{first}: the run there is {rank_of(read_manifest(first) or {})}, and here are {self.rank.size} ranks, each with a folder of its own "
-                "in this one: give the option 'disk' another folder"
+                f"{first}: the run there is {rank_of(read_manifest(first) or {})}, and here are {self.rank.size} ranks, each with a folder of its "
+                "own in this one: give the option 'disk' another folder"
             )
         if self.among is None and (parts := parts_of_ranks(first)):
             of_part = rank_of(read_manifest(parts[0]) or {})

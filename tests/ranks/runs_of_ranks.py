@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import l2l_compile
 from forked import Launcher
-from l2l_compile.disk import versions
+from l2l_compile.disk import found_run, versions
 from l2l_compile.disk.manifest import read_manifest
 from l2l_compile.disk.versioned_range import VersionedRange
 from l2l_compile.ranks import watch
@@ -48,8 +48,10 @@ class Run:
     model   "shards", or "stages" of a pipeline
     kind    of `KINDS`
     upto    complete steps at the end
-    point   of `POINTS`, where a rank dies in the commit of step `at`, or behind it
+    point   of `POINTS` or `OTHER_POINTS`, where a rank dies in the commit of step `at`, or behind it
     rate    bytes a second of the disk
+    keep    the name under which each step is kept, and `version` that from which the run continues
+    dies    seconds behind two steps, after which a rank is killed; which one; and seconds until the others are
     """
 
     out: str
@@ -62,6 +64,9 @@ class Run:
     world: int = 2
     precision: str = "bf16"
     rate: float | None = None
+    keep: str | None = None
+    version: str | None = None
+    dies: tuple[float, int, float] | None = None
 
 
 def said_by(launcher: Launcher, run: Run) -> list[list[dict[str, Any]]]:
@@ -83,12 +88,26 @@ def start(run: Run) -> None:
             train(run, rank)
             os._exit(0)
         ranks[child] = rank
+    if run.dies is not None:
+        kill(run, [*ranks])
     while ranks:
         child, status = os.wait()
         del ranks[child]
         if status:
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
+
+
+def kill(run: Run, processes: list[int]) -> None:
+    """When each rank has made two steps, kill one, and then the others."""
+    seconds, first, gap = run.dies
+    files = [Path(run.out, f"said_{rank}") for rank in range(run.world)]
+    until(lambda: all(file.exists() and file.read_text().count("\n") >= 3 for file in files))
+    time.sleep(seconds)
+    os.kill(processes.pop(first), signal.SIGKILL)
+    time.sleep(gap)
+    for other in processes:
+        os.kill(other, signal.SIGKILL)
 
 
 def train(run: Run, rank: int) -> None:
@@ -98,7 +117,7 @@ def train(run: Run, rank: int) -> None:
     store = dist.FileStore(f"{run.out}/store", run.world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=run.world)
     if run.point is not None:
-        POINTS[run.point](run, rank)
+        {**POINTS, **OTHER_POINTS}[run.point](run, rank)
     with slow_disk(Faults(rate=run.rate)), open(f"{run.out}/said_{rank}", "w") as file:
         go_on(run, rank, lambda **said: print(json.dumps(said), file=file, flush=True))
     dist.barrier()
@@ -124,17 +143,24 @@ def go_on(run: Run, rank: int, say: Callable[..., None]) -> None:
 
     made = begun(run)
     if run.disk is not None:
-        resumed = l2l_compile.resume(made.call)
+        resumed = l2l_compile.resume(made.call, run.version)
         made.number = resumed.steps
         say(steps=resumed.steps, extra=resumed.extra, digest=digest(made.tensors()) if resumed.steps else None)
     while made.number < run.upto:
         made.step()
         if run.disk is None:
             say(steps=made.number, digest=digest(made.tensors()))
+            continue
+        if run.keep is not None:
+            l2l_compile.commit(made.call, [rank, made.number], keep=run.keep)
         elif made.number % 2:
             l2l_compile.commit(made.call, [rank, made.number])
-    if run.disk is not None and run.upto:
-        l2l_compile.commit(made.call, [rank, made.number], wait=True)
+        say(steps=made.number)
+    if run.disk is not None and made.number > resumed.steps:
+        if run.keep is None and not made.number % 2:
+            l2l_compile.commit(made.call, [rank, made.number])
+        l2l_compile.synchronize(made.call)
+        made.stored.store.await_commit()
         say(steps=made.number, digest=digest(made.tensors()))
 
 
@@ -223,10 +249,36 @@ def both_write_the_next_step(run: Run, rank: int) -> None:
     VersionedRange.write = noted
 
 
+def one_has_prepared_a_version(run: Run, rank: int) -> None:
+    """As `one_has_prepared`, of the version of a step: the manifest of the step itself is in place on both."""
+    prepared = lambda: read_manifest(f"{run.disk}/rank-0", run.keep, is_prepared=True)  # noqa: E731 - a short one
+    is_there = lambda: (found := prepared()) is not None and found["commits"] == run.at  # noqa: E731 - a short one
+    if rank == 1:
+        before(versions, "write_manifest", 2 * run.at, lambda: (until(is_there), die()))
+
+
+def one_has_a_version(run: Run, rank: int) -> None:
+    """Rank 1 dies when both have prepared the version of a step, and rank 0 has it in place."""
+    is_there = lambda: read_manifest(f"{run.disk}/rank-0", run.keep)["commits"] == run.at  # noqa: E731 - a short one
+    if rank == 1:
+        before(versions, "confirm_manifest", 2 * run.at, lambda: (until(is_there), die()))
+
+
+def both_settle(run: Run, rank: int) -> None:
+    """In `resume`, before a manifest that was prepared is put in place, or removed."""
+    for name in ("confirm_manifest", "remove_manifest"):
+        before(found_run, name, 1, die)
+
+
 POINTS = {
     "one has prepared": one_has_prepared,
     "the other has prepared": the_other_has_prepared,
     "both have prepared": both_have_prepared,
     "one writes the next step": one_writes_the_next_step,
     "both write the next step": both_write_the_next_step,
+}
+OTHER_POINTS = {
+    "one has prepared a version": one_has_prepared_a_version,
+    "one has a version": one_has_a_version,
+    "both settle": both_settle,
 }
