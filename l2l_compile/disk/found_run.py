@@ -23,6 +23,7 @@ from l2l_compile.disk.manifest import (
     path_of_manifest,
     read_manifest,
     remove_manifest,
+    sync_folder,
 )
 from l2l_compile.disk.run_files import ALONE, PartOfRun, RankOfRun, check_parts, rank_of
 from l2l_compile.errors import DiskError, L2LError
@@ -180,7 +181,9 @@ def parts_of_ranks(folder: str) -> list[str]:
 def _make(folders: Sequence[str]) -> None:
     for folder in folders:
         try:
-            os.makedirs(folder, exist_ok=True)
+            if not os.path.isdir(folder):
+                os.mkdir(folder)
+                sync_folder(os.path.dirname(folder))
         except OSError as error:
             raise DiskError(
                 f"{folder}: {error.strerror or error} while the folder of this rank was made: give the option 'disk' a folder that exists and may "

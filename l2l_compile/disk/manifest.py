@@ -89,7 +89,7 @@ def write_manifest(folder: str, manifest: dict[str, Any], version: str | None = 
     try:
         _write_durably(path + UNFINISHED, text)
         os.replace(path + UNFINISHED, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(path + UNFINISHED)
@@ -109,7 +109,7 @@ def confirm_manifest(folder: str, version: str | None = None) -> None:
     path = path_of_manifest(folder, version)
     try:
         os.replace(path + PREPARED, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise DiskError(
             f"{path}: {error.strerror or error} while the manifest took the place of the one before. {RESUMES}"
@@ -122,7 +122,7 @@ def remove_manifest(folder: str, version: str | None, *, is_prepared: bool = Fal
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise DiskError(f"{path}: {error.strerror or error} while the manifest was removed") from error
 
@@ -138,7 +138,7 @@ def _write_durably(path: str, text: bytes) -> None:
         os.close(descriptor)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make the name of a file durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -19,6 +19,7 @@ from l2l_compile.errors import DiskError, L2LError, RankError
 from l2l_compile.ranks import collectives as exchange
 from l2l_compile.ranks.collectives import finish, own_store
 from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.watch import PATIENCE
 
 _SHORTEST, _LONGEST = 1e-3, 2e-2  # seconds between two looks into the store
 
@@ -79,18 +80,23 @@ class Agreement:
         For each `what`, one thread of a rank calls this.
         """
         self._counts[what] += 1
-        wanted, pause = self._counts[what] * self.size, _SHORTEST
+        wanted, pause, watch = self._counts[what] * self.size, _SHORTEST, self._ranks.watch
+        gives_up: float | None = None  # when this rank has dropped out of torch.distributed itself, and hears of no failure
         try:
             reached = self._store.add(what, 1)
             while reached < wanted:
-                self._ranks.watch.check()
+                watch.check()
+                if watch.is_closed:
+                    gives_up = gives_up or time.monotonic() + PATIENCE
+                    if time.monotonic() > gives_up:
+                        raise RankError(f"torch.distributed has ended on this rank before {what} was there on all ranks")
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
                 reached = int(self._store.get(what))
         except RankError:
             raise
         except Exception as error:  # every kind of store raises its own kind of error
-            raise self._ranks.watch.explain(error) from error
+            raise watch.explain(error) from error
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on: they need not wait for it (any thread)."""

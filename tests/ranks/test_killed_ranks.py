@@ -57,6 +57,14 @@ def test_ranks_killed_again_where_they_resume_lose_nothing(point, launcher, tmp_
     trained.continues_from(CONTINUES.get(point, AT))
 
 
+def test_a_step_that_one_rank_had_alone_is_not_taken_later(launcher, tmp_path):
+    """Behind a second kill, when the other rank has prepared this step anew, and it has not."""
+    trained = Trained(launcher, tmp_path)
+    trained.said(point="one has prepared", at=AT)
+    trained.said(point="the other has prepared", at=1)
+    trained.continues_from(AT - 1)
+
+
 @pytest.mark.parametrize(("point", "steps"), [("one has prepared a version", AT - 1), ("one has a version", AT)])
 def test_ranks_killed_while_they_keep_a_step_have_the_same(point, steps, launcher, tmp_path):
     """It takes the place of one with the same name. The step itself is committed."""

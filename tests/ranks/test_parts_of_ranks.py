@@ -6,11 +6,13 @@ import errno
 import gc
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from pool import meet
 from runs_of_ranks import die
 from test_stored_shards import MODES, mesh_of
 from test_stored_stages import staged
@@ -18,7 +20,7 @@ from test_stored_stages import staged
 import l2l_compile
 from l2l_compile import DiskError, L2LError, RankError
 from l2l_compile.disk import manifest, versions
-from l2l_compile.ranks import watch
+from l2l_compile.ranks import agreement, watch
 from l2l_compile.ranks.sharded import is_sharded
 from l2l_compile.session import session_of
 from slow_disk import Faults, slow_disk
@@ -77,6 +79,18 @@ def continues(rank, world, folder):
 def test_each_rank_gets_its_own_extra_and_shards(ranks, left):
     ranks.run(continues, str(left))
     assert sorted(path.name for path in left.iterdir()) == ["rank-0", "rank-1"]
+
+
+@pytest.mark.filterwarnings("ignore:.*are on one device")
+def test_each_rank_stripes_its_part_over_all_folders(ranks, tmp_path):
+    folders = [str(tmp_path / name) for name in ("a", "b")]
+    for folder in folders:
+        os.mkdir(folder)
+    ranks.run(trains, folders)
+    ranks.run(continues, folders)
+    shutil.rmtree(tmp_path / "b" / "rank-1")
+    for rank, (_, text) in enumerate(ranks.run(is_refused, folders)):
+        assert text.startswith("rank 1: " * (rank == 0) + f"{folders[1]}/rank-1: l2l-store.bin is missing")
 
 
 def swap(left):
@@ -290,6 +304,49 @@ def test_a_commit_that_fails_on_one_rank_ends_all(ranks, tmp_path):
     assert own[0] == "DiskError" and own[1].startswith(said)
     assert told[0] == "RankError" and told[1].startswith(f"rank 1 failed: l2l_compile.errors.DiskError: {said}")
     assert told[2] - own[2] < 5.0 and max(own[3], told[3]) <= 4, "within two steps"
+
+
+def ends_without_a_wait(rank, world, folder):
+    """Rank 1 prepares its last step when both have left torch.distributed."""
+    made, ended = begun(folder, world), threading.Event()
+    made.step()
+    l2l_compile.synchronize(made.call)
+    write = versions.write_manifest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "write_manifest", lambda *given, **options: (ended.wait(20), write(*given, **options))[1])
+        l2l_compile.commit(made.call)
+        meet()
+        torch.distributed.destroy_process_group()
+        if rank == 1:
+            time.sleep(1.0)
+        ended.set()
+        made.stored.store.await_commit()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # for the pool
+    return manifest.read_manifest(f"{folder}/rank-{rank}")["contents"]["steps"]
+
+
+def test_a_last_commit_ends_behind_the_process_groups(ranks, tmp_path):
+    assert ranks.run(ends_without_a_wait, str(tmp_path), seconds=60) == [1, 1]
+
+
+def is_left_alone(rank, world, folder):
+    made = begun(folder, world)
+    made.step()
+    among = made.stored.store._among
+    meet()
+    torch.distributed.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "PATIENCE", 0.3)
+        if rank == 0:
+            with pytest.raises(
+                RankError, match="torch.distributed has ended on this rank before a version was there on all ranks"
+            ):
+                among.all_have("a version")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # for the pool
+
+
+def test_a_rank_without_process_groups_does_not_wait_long(ranks, tmp_path):
+    ranks.run(is_left_alone, str(tmp_path), seconds=60)
 
 
 def waits_for_one_that_is_killed(rank, world, folder):
