@@ -368,3 +368,31 @@ def waits_for_one_that_is_killed(rank, world, folder):
 def test_a_commit_ends_when_another_rank_was_killed(ranks, tmp_path):
     waited, _ = ranks.run(waits_for_one_that_is_killed, str(tmp_path), killed=1, seconds=60)
     assert waited < PATIENCE + 5.0
+
+
+def continues_on_a_wide_mesh(rank, world, folder, kind):
+    def made(disk=None):
+        torch._dynamo.reset()
+        gc.collect()
+        options = {} if disk is None else {"resumable": True}
+        if kind == "replicas":
+            return training("adamw", disk=disk, mesh=mesh_of(kind, world), update="in_backward", **options)
+        return staged("adamw", world, disk, "delayed", width="shards", precision="bf16", **options)
+
+    plain = made()
+    plain.step(5)
+    wanted = plain.tensors()
+    for steps in (2, 5):
+        run = made(folder)
+        run.number = l2l_compile.resume(run.call).steps
+        run.step(steps - run.number)
+        l2l_compile.commit(run.call, wait=True)
+        found = run.tensors()
+        del run  # it leaves the folder
+    assert same(wanted, found)
+
+
+@pytest.mark.parametrize("kind", ["replicas", "sharded stages"])
+def test_ranks_of_a_wide_mesh_continue_with_equal_bits(ranks, kind, tmp_path):
+    ranks.run(continues_on_a_wide_mesh, str(tmp_path), kind, world=4)
+    assert sorted(os.listdir(tmp_path)) == [f"rank-{rank}" for rank in range(4)]
