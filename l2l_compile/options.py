@@ -75,7 +75,7 @@ class Options:
                     for the inputs of layers with stash="disk"; or several, on different disks, over which they are striped. The
                     files have no names, and are gone with the process. Each rank has files of its own.
     resumable       whether the file in `disk` outlives the process, with the last complete step: `l2l_compile.resume` continues from it after a
-                    kill. All large parameters and their state are on disk then, each in two places.
+                    kill. All large parameters and their state are on disk then, each in two places. Each rank has a folder of its own there.
     host_memory     the bound for parameters, optimizer state, copies that cross the link, and gradients in host memory, with `disk`:
                     bytes, or "24GB", of each rank; None takes 0.8 of what the system has available at the first step, divided by
                     the ranks of this host (LOCAL_WORLD_SIZE).

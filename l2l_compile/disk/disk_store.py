@@ -22,7 +22,7 @@ from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads, Transfer
 from l2l_compile.disk.mapped_parts import Addresses
 from l2l_compile.disk.striped_file import StripedFile
-from l2l_compile.errors import DiskError
+from l2l_compile.errors import DiskError, L2LError, RankError
 from l2l_compile.memory.finalizers import taken
 from l2l_compile.ranks.sharded import is_sharded
 
@@ -131,7 +131,7 @@ class DiskStore:
         self._freed: deque[tuple[Sequence[int], int]] = deque()  # noted by finalizers: where places begin, and the bytes of one
         self._mappings: list[tuple[int, int, Addresses]] = []  # from, to
         self.guard = threading.RLock()
-        self._failure: str | None = None  # an error would keep its traceback alive, and with it the model
+        self._failure: L2LError | None = None  # a new one: that of the transfer keeps its traceback alive, and with it the model
         self.read_bytes = self.written_bytes = 0
 
     def _opened(self, folders: Sequence[str]) -> StripedFile:
@@ -145,18 +145,21 @@ class DiskStore:
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
         if transfer.error is not None:
             for store in (self, *(span.range.store for span in spans)):
-                store._fail(_said(transfer.error))
+                store._fail(_anew(transfer.error))
 
-    def _fail(self, said: str) -> None:
+    def _fail(self, error: L2LError) -> None:
         with self.guard:
-            is_first, self._failure = self._failure is None, self._failure or said
-        if is_first:
-            self._failed(DiskError(said))
+            is_first, self._failure = self._failure is None, self._failure or error
+        if is_first and isinstance(error, DiskError):
+            self._failed(error)
 
     def check(self) -> None:
-        """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more."""
+        """Raise the `DiskError` of the first transfer that failed: a step was made in part, and nothing is right any more.
+
+        If the commit of another rank did not come, it is a `RankError`.
+        """
         if self._failure is not None:
-            raise DiskError(self._failure)
+            raise type(self._failure)(str(self._failure))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the file, with a storage, and so a version counter, of its own. It must have entries. Raises `DiskError`."""
@@ -284,8 +287,11 @@ def memory_at(buffer: torch.Tensor, start: int, size: int) -> memoryview:
     return memoryview((ctypes.c_uint8 * size).from_address(buffer.data_ptr() + start)).cast("B")
 
 
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, DiskError) else f"a transfer failed: {type(error).__name__}: {error}"
+def _anew(error: BaseException) -> L2LError:
+    """The error that a store raises behind one of a transfer."""
+    if isinstance(error, (DiskError, RankError)):
+        return type(error)(str(error))
+    return DiskError(f"a transfer failed: {type(error).__name__}: {error}")
 
 
 def range_of(tensor: torch.Tensor) -> StoredRange | None:

@@ -6,6 +6,9 @@
 
 A reader finds the manifest of one step or that of the next, and never parts of both. A version that is kept under a name has a
 manifest of its own, as the last complete step had it: the version is there if, and as long as, this file is.
+
+Among several ranks, each first writes a manifest that is prepared, beside the one before. It takes the place of that one when all ranks
+have prepared theirs.
 """
 
 from __future__ import annotations
@@ -28,27 +31,29 @@ _MAGIC = b"l2l-store manifest "
 _FORMAT = b"2"
 _VERSION = "l2l-store.version."  # followed by the name of a version
 NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")  # of versions: each is a part of a file's name
-UNFINISHED = ".new"
+UNFINISHED, PREPARED = ".new", ".next"
 
 
-def path_of_manifest(folder: str, version: str | None = None) -> str:
+def path_of_manifest(folder: str, version: str | None = None, *, is_prepared: bool = False) -> str:
     """Of the last complete step, or of a version."""
-    return os.path.join(folder, _NAME if version is None else _VERSION + version)
+    return os.path.join(folder, (_NAME if version is None else _VERSION + version) + PREPARED * is_prepared)
 
 
-def names_of_versions(folder: str) -> list[str]:
-    """The versions that are kept in a folder. Raises `DiskError`."""
+def names_of_versions(folder: str, *, is_prepared: bool = False) -> list[str]:
+    """The versions that are kept, or prepared, in a folder. Raises `DiskError`."""
     try:
         found = os.listdir(folder)
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror or error} while versions were looked for") from error
-    names = (name.removeprefix(_VERSION) for name in found if name.startswith(_VERSION))
-    return sorted(name for name in names if NAMES.fullmatch(name) and not name.endswith(UNFINISHED))
+    names = [name.removeprefix(_VERSION) for name in found if name.startswith(_VERSION)]
+    if is_prepared:
+        names = [name.removesuffix(PREPARED) for name in names if name.endswith(PREPARED)]
+    return sorted(name for name in names if NAMES.fullmatch(name) and not name.endswith((UNFINISHED, PREPARED)))
 
 
-def read_manifest(folder: str, version: str | None = None) -> dict[str, Any] | None:
+def read_manifest(folder: str, version: str | None = None, *, is_prepared: bool = False) -> dict[str, Any] | None:
     """A manifest in a folder; None if there is none. Raises `DiskError` for one that is damaged or of another format."""
-    path = path_of_manifest(folder, version)
+    path = path_of_manifest(folder, version, is_prepared=is_prepared)
     try:
         with open(path, "rb") as file:
             first, digest, rest = file.readline(), file.readline(), file.read()
@@ -71,17 +76,20 @@ def _lost(version: str | None) -> str:
     return "all files l2l-store.* of this folder to begin anew" if version is None else "it, which drops the version"
 
 
-def write_manifest(folder: str, manifest: dict[str, Any], version: str | None = None) -> int:
-    """Replace a manifest in a folder, durably. Returns its bytes. Raises `DiskError`, and the manifest before it still holds."""
+def write_manifest(folder: str, manifest: dict[str, Any], version: str | None = None, *, is_prepared: bool = False) -> int:
+    """Replace a manifest in a folder, durably. Returns its bytes. Raises `DiskError`, and the manifest before it still holds.
+
+    One that `is_prepared` leaves the manifest before it there, until `confirm_manifest`.
+    """
     buffer = io.BytesIO()
     torch.save(manifest, buffer)
     rest = buffer.getvalue()
     text = _MAGIC + _FORMAT + b"\n" + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
-    path = path_of_manifest(folder, version)
+    path = path_of_manifest(folder, version, is_prepared=is_prepared)
     try:
         _write_durably(path + UNFINISHED, text)
         os.replace(path + UNFINISHED, path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(path + UNFINISHED)
@@ -96,15 +104,27 @@ def write_manifest(folder: str, manifest: dict[str, Any], version: str | None = 
     return len(text)
 
 
-def remove_manifest(folder: str, version: str) -> None:
-    """Remove the manifest of a version, durably: the version is gone when, and only when, this returns or later. Raises `DiskError`."""
+def confirm_manifest(folder: str, version: str | None = None) -> None:
+    """Put a manifest that is prepared in the place of the one before, durably. Raises `DiskError`."""
     path = path_of_manifest(folder, version)
+    try:
+        os.replace(path + PREPARED, path)
+        sync_folder(folder)
+    except OSError as error:
+        raise DiskError(
+            f"{path}: {error.strerror or error} while the manifest took the place of the one before. {RESUMES}"
+        ) from error
+
+
+def remove_manifest(folder: str, version: str | None, *, is_prepared: bool = False) -> None:
+    """Remove a manifest, durably: a version is gone when, and only when, this returns or later. Raises `DiskError`."""
+    path = path_of_manifest(folder, version, is_prepared=is_prepared)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        _sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
-        raise DiskError(f"{path}: {error.strerror or error} while version {version!r} was dropped") from error
+        raise DiskError(f"{path}: {error.strerror or error} while the manifest was removed") from error
 
 
 def _write_durably(path: str, text: bytes) -> None:
@@ -118,7 +138,7 @@ def _write_durably(path: str, text: bytes) -> None:
         os.close(descriptor)
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
     """Make the name of a file durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

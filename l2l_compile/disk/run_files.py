@@ -1,9 +1,9 @@
 """The files of a resumable run: one in each folder, whose header says which part of which run it is, so that no part is taken for another.
 
     page 0 to 15    with which the file system was tried
-    page 16         the run, the number of the part, and the run's first folder, which has the manifest
+    page 16         the run, the number of the part, the run's first folder, which has the manifest, and the rank
 
-All other pages are of tensors.
+All other pages are of tensors. Among several ranks, each has files of its own, in folders of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,20 @@ from l2l_compile.units import format_bytes
 DATA = "l2l-store.bin"
 HEADER = PROBED + PAGE  # bytes
 _FIELDS = struct.Struct("<16sIH")  # the last one are the bytes of the first folder's path, which follows
+_RANK = struct.Struct("<II")  # behind this path: the rank, and how many there are
+
+
+class RankOfRun(NamedTuple):
+    """Which rank of how many."""
+
+    number: int = 0
+    size: int = 1
+
+    def __str__(self) -> str:
+        return f"rank {self.number} of {self.size}" if self.size > 1 else "a run of one rank"
+
+
+ALONE = RankOfRun()
 
 
 class PartOfRun(NamedTuple):
@@ -30,16 +44,18 @@ class PartOfRun(NamedTuple):
     run     16 bytes
     number  of the part
     first   the folder of the first part
+    rank    whose files these are
     """
 
     run: bytes
     number: int
     first: str
+    rank: RankOfRun = ALONE
 
     def write(self, file: DiskFile) -> None:
         """Raises `DiskError`."""
         path = os.fsencode(os.path.abspath(self.first))
-        text = _FIELDS.pack(self.run, self.number, len(path)) + path
+        text = _FIELDS.pack(self.run, self.number, len(path)) + path + _RANK.pack(*self.rank)
         with memoryview(mmap.mmap(-1, PAGE)) as page:
             page[: len(text)] = text
             file.write(page, PROBED)
@@ -59,7 +75,9 @@ class PartOfRun(NamedTuple):
         if len(page) < PAGE or not any(page):
             return None
         run, number, size = _FIELDS.unpack_from(page)
-        return cls(run, number, os.fsdecode(page[_FIELDS.size : _FIELDS.size + size]))
+        end = _FIELDS.size + size
+        rank = RankOfRun(*_RANK.unpack_from(page, end))
+        return cls(run, number, os.fsdecode(page[_FIELDS.size : end]), rank if rank.size else ALONE)
 
 
 def remove_parts(folders: Sequence[str]) -> None:
@@ -104,6 +122,13 @@ def check_parts(folders: Sequence[str], manifest: Mapping[str, Any]) -> None:
             raise _not_of(folders, folder, "is of another run")
         if part.number != number:
             raise _not_of(folders, folder, f"is part {part.number + 1} of this run in place of part {number + 1}")
+        if part.rank != rank_of(manifest):
+            raise _not_of(folders, folder, f"is of {part.rank}")
+
+
+def rank_of(manifest: Mapping[str, Any]) -> RankOfRun:
+    """Whose manifest it is."""
+    return RankOfRun(*manifest.get("rank", ALONE))
 
 
 def _not_of(folders: Sequence[str], folder: str, found: str) -> DiskError:

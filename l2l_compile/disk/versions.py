@@ -6,7 +6,7 @@
 
 A commit waits for the writes of a step, makes them durable, and writes a manifest with the newest places. Writes of the next step
 wait for it: they go to places that only the manifest before it names. To keep a version is to write this manifest a second time,
-and to give each tensor a further place.
+and to give each tensor a further place. Among several ranks, a manifest replaces the one before when all ranks have prepared theirs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import os
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 
 from l2l_compile.disk.disk_store import StoredRange, StoredSpan
 from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads, Transfer
-from l2l_compile.disk.folder_lock import FolderLock
-from l2l_compile.disk.manifest import names_of_versions, path_of_manifest, read_manifest, remove_manifest, write_manifest
-from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, check_parts, remove_parts
+from l2l_compile.disk.found_run import FoundRun, unknown
+from l2l_compile.disk.manifest import confirm_manifest, remove_manifest, write_manifest
+from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, remove_parts
 from l2l_compile.disk.striped_file import BLOCK, Extent, StripedFile
 from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange
 from l2l_compile.disk.written_pages import is_written
-from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import members, taken
 from l2l_compile.memory.pages import huge_pages
 
@@ -43,26 +42,20 @@ class VersionedStore(StoreWithPlaces):
               begins. `contents` is what was handed to `begin_commit`
     """
 
-    def __init__(self, *folders: str, version: str | None = None):
-        self._locks, folder = [FolderLock(each) for each in folders], folders[0]
-        last = read_manifest(folder)
-        kept = {name: read_manifest(folder, name) for name in names_of_versions(folder)}
-        self.manifest = last if version is None else kept.get(version)
-        if version is not None and self.manifest is None:
-            raise _unknown(folder, version, kept)
+    def __init__(self, *folders: str, version: str | None = None, found: FoundRun | None = None):
+        """`found` is what these folders have, if its files were checked and settled."""
+        if found is None:
+            found = FoundRun(folders, version)
+            found.check_parts()
+        self._locks, self._among, self._rank = found.locks, found.among, found.rank
+        folders, last, self.manifest = found.folders, found.last, found.begin
         if last is None:
-            if kept:
-                raise DiskError(
-                    f"{path_of_manifest(folder)} is missing, and {_listed(kept)} of its run are there: put it back, or remove all files l2l-store.* "
-                    "to begin anew"
-                )
             remove_parts(folders)  # of a run that has ended before its first commit
-        else:
-            check_parts(folders, last)
-        super().__init__(*folders)
+        super().__init__(*folders, failed=self._among.failed if self._among is not None else lambda _: None)
         self._committer = DiskThreads(1, "disk-commit")
         self._commit: Transfer | None = None  # the one that was begun last
         self._last = last  # the last manifest
+        self._commits = 0 if last is None else last["commits"]  # that were begun, of the whole run
         self._space: dict[int, int] = {}  # all places: where each begins, and its bytes
         self._named: frozenset[int] = frozenset()  # by the last manifest
         self._versions: dict[str, frozenset[int]] = {}  # by name, the places of each
@@ -71,12 +64,12 @@ class VersionedStore(StoreWithPlaces):
         self._ranges: weakref.WeakSet[VersionedRange] = weakref.WeakSet()
         self._found: dict[int, VersionedRange] = {}  # of the manifest in which this process begins, by the newest place
         if last is None:
-            self._id = uuid.uuid4().bytes
+            self._id = uuid.uuid4().bytes if self._among is None else bytes.fromhex(self._among.name)
             for number, file in enumerate(self.file.files):
-                PartOfRun(self._id, number, folder).write(file)
+                PartOfRun(self._id, number, folders[0], self._rank).write(file)
         else:
             assert self.manifest is not None
-            self._go_on(last, {name: found for name, found in kept.items() if found is not None}, self.manifest)
+            self._go_on(last, found.versions, self.manifest)
 
     def _opened(self, folders: Sequence[str]) -> StripedFile:
         return StripedFile(folders, DATA, header=HEADER)
@@ -86,11 +79,8 @@ class VersionedStore(StoreWithPlaces):
         return None if self.manifest is None else self.manifest["contents"]
 
     def _go_on(self, last: dict[str, Any], versions: dict[str, dict[str, Any]], begin: dict[str, Any]) -> None:
-        """Go on with the files that the last manifest is of. Raises `DiskError` for a version of other ones, and on a full disk."""
-        folder, self._id = self.file.folders[0], bytes.fromhex(last["id"])
-        for name, manifest in versions.items():
-            if manifest["id"] != last["id"]:
-                raise DiskError(f"{path_of_manifest(folder, name)} is of another run: put it back where it belongs, or remove it")
+        """Go on with the files that the last manifest is of. Raises `DiskError` on a full disk."""
+        self._id = bytes.fromhex(last["id"])
         self.file.restore([Extent(*each) for each in last["extents"]])
         self._used, self._space = last["used"], dict(last["space"])
         self._named = _named_by(last)
@@ -188,6 +178,7 @@ class VersionedStore(StoreWithPlaces):
             self._free_what_is_loose({start for each in ranges for start in each.places})
             space, used = list(self._space.items()), self._used
             extents, end = [tuple(each) for each in self.file.extents], self.file.end
+        self._commits = commits = self._commits + 1
         pending = self._writers.under_way
         before = [each.before for each in ranges]  # the next step may begin before the places are known
 
@@ -201,6 +192,8 @@ class VersionedStore(StoreWithPlaces):
             self.file.sync()
             manifest = {
                 "id": self._id.hex(),
+                "rank": tuple(self._rank),
+                "commits": commits,
                 "folders": [os.path.abspath(each) for each in self.file.folders],
                 "extents": extents,
                 "end": end,
@@ -209,13 +202,22 @@ class VersionedStore(StoreWithPlaces):
                 "places": [(place.start, place.size, place.before) for place in places],
                 "contents": contents(places),
             }
-            size = write_manifest(self.file.folders[0], manifest)
+            self._write_manifest(manifest)
             with self.guard:
-                self.written_bytes += size
                 self._last, self._named = manifest, _named_by(manifest)
                 self._trim()
 
         self._commit = self._committer.submit([DiskBlock(commit)], then=self._note_commit)
+
+    def _write_manifest(self, manifest: dict[str, Any], version: str | None = None) -> None:
+        """Replace a manifest, durably: among several ranks, when all of them have prepared theirs. Raises `DiskError`, and `RankError`."""
+        folder = self.file.folders[0]
+        size = write_manifest(folder, manifest, version, is_prepared=self._among is not None)
+        if self._among is not None:
+            self._among.all_have("a step" if version is None else "a version")
+            confirm_manifest(folder, version)
+        with self.guard:
+            self.written_bytes += size
 
     def await_commit(self) -> None:
         """Wait until the commit that was begun last is done. Raises `DiskError`."""
@@ -246,7 +248,13 @@ class VersionedStore(StoreWithPlaces):
     # ---- versions ------------------------------------------------------------------------------------------------------
 
     def make_room_for_a_version(self) -> None:
-        """A further place for each tensor that a version is to keep. Raises `DiskError` on a full disk, and nothing is changed."""
+        """A further place for each tensor that a version is to keep. Raises `DiskError` if a disk, of any rank, is full: nothing is changed."""
+        if self._among is None:
+            self._make_room()
+        else:
+            self._among.together(self._make_room)
+
+    def _make_room(self) -> None:
         with self.guard:
             ranges = self._living()
             needed = Counter[int]()
@@ -261,9 +269,8 @@ class VersionedStore(StoreWithPlaces):
         """Keep the last complete step under a name, in the place of one that has it. No update is under way. Raises `DiskError`."""
         self.await_commit()
         assert self._last is not None, "a step was committed"
-        size = write_manifest(self.file.folders[0], self._last, version)
+        self._write_manifest(self._last, version)
         with self.guard:
-            self.written_bytes += size
             self._set_versions({**self._versions, version: _named_by(self._last)})
             for each in self._living():
                 if self.is_of_a_version(each.newest) and not each.is_private:
@@ -291,7 +298,7 @@ class VersionedStore(StoreWithPlaces):
         """Use the places of a version again, but for those that another one or the last complete step has. Raises `DiskError`."""
         self.await_commit()
         if version not in self._versions:
-            raise _unknown(self.file.folders[0], version, self._versions)
+            raise unknown(self.file.folders[0], version, self._versions)
         remove_manifest(self.file.folders[0], version)
         with self.guard:
             self._set_versions({name: places for name, places in self._versions.items() if name != version})
@@ -304,13 +311,3 @@ class VersionedStore(StoreWithPlaces):
 
 def _named_by(manifest: dict[str, Any]) -> frozenset[int]:
     return frozenset(start for place in manifest["places"] for start in StoredPlace(*place).named)
-
-
-def _listed(versions: Iterable[str]) -> str:
-    return ", ".join(map(repr, sorted(versions))) or "no version"
-
-
-def _unknown(folder: str, version: str, versions: Iterable[str]) -> DiskError:
-    return DiskError(
-        f"{folder} has no version {version!r}, but {_listed(versions)}: name one of them (l2l_compile.versions lists them)"
-    )

@@ -6,7 +6,8 @@
     behind the step's updates (the host lane)                      takes small tensors and counts, and begins the commit
     behind its writes (a disk thread)                              makes the file durable, and replaces the manifest
 
-A kill at any time leaves the last manifest, those of versions that are kept, and the file as they name it.
+A kill at any time leaves the last manifest, those of versions that are kept, and the file as they name it. Of several ranks, each has its own,
+and all continue from the same step (`disk/found_run.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.found_run import FoundRun
 from l2l_compile.disk.versioned_range import VersionedRange
 from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.errors import L2LError
@@ -26,6 +28,9 @@ from l2l_compile.host.disk_placement import SMALL
 from l2l_compile.host.run_contents import Contents, Earlier, OfTheLoop, check_fits, plain, put_back
 from l2l_compile.host.watched_parameters import unwatched
 from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.agreement import Agreement
+from l2l_compile.ranks.ranks import Ranks
+from l2l_compile.ranks.sharded import local
 
 Parameter = torch.nn.Parameter
 
@@ -49,6 +54,8 @@ class ResumableRun:
     resumed  where it continues
     steps    complete steps so far
     is_over  whether a step is over that was not committed
+
+    Of several ranks, all have to make this at the same place. If one raises an error, all do, and nothing is changed.
     """
 
     def __init__(
@@ -57,18 +64,28 @@ class ResumableRun:
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None,
         version: str | None = None,
+        ranks: Ranks | None = None,
     ):
-        self.folder, self.store = folders[0], VersionedStore(*folders, version=version)
+        found = FoundRun(folders, version, Agreement(ranks) if ranks is not None else None)
+        self.folder = found.folders[0]
         self._earlier: Earlier = {}
         self._optimizer, self._model = weakref.ref(optimizer), weakref.ref(model) if model is not None else None
         self._names = _names_in(optimizer, model)
         self._trained: set[Parameter] = set()  # up to now
         buffers = self._buffers()
         self._as_built = {name: (weakref.ref(b), b._version) for name, b in buffers.items()}
-        contents = self.store.contents
+        contents = found.begin["contents"] if found.begin is not None else None
+        where = self.folder if version is None else f"version {version!r} in {self.folder}"
+
+        def check() -> None:
+            found.check_parts()
+            if contents is not None:
+                check_fits(where, contents, optimizer, self._names, buffers)
+
+        for step in (check, found.settle):
+            found.together(step)
+        self.store = found.together(lambda: VersionedStore(found=found))
         if contents is not None:
-            where = self.folder if version is None else f"version {version!r} in {self.folder}"
-            check_fits(where, contents, optimizer, self._names, buffers)
             self._earlier = put_back(self.store, contents, optimizer, buffers)
             entries = zip(contents["parameters"], parameters_of(optimizer), strict=True)
             self._trained = {p for entry, p in entries if entry["value"][1] is not None}
@@ -110,7 +127,7 @@ class ResumableRun:
         before  with `delay=1`, the weights that the next step reads, of parameters in memory
         """
         self._trained.update(p for p in parameters_of(self.optimizer) if p.requires_grad)
-        kept = {p for p in parameters_of(self.optimizer) if p in self._trained or p.nbytes < SMALL}
+        kept = {p for p in parameters_of(self.optimizer) if p in self._trained or local(p).nbytes < SMALL}
         with unwatched():
             contents = Contents(self.optimizer, self._names, kept, of_loop, before)
         add_counts(contents)
@@ -148,7 +165,7 @@ class ResumableRun:
     def masters(self) -> dict[Parameter, VersionedRange]:
         """The places of the parameters on disk, frozen or not."""
         with unwatched():
-            found = {p: range_of(p) for p in parameters_of(self.optimizer)}
+            found = {p: range_of(local(p)) for p in parameters_of(self.optimizer)}
         return {p: each for p, each in found.items() if isinstance(each, VersionedRange) and each.store is self.store}
 
     # ---- what belongs to the run -------------------------------------------------------------------------------------

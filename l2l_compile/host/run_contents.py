@@ -1,6 +1,7 @@
 """What a manifest says of a training run: parameters, optimizer state and buffers, each a place in the file or its value.
 
 All values are plain (numbers, texts, small tensors, and lists, tuples and dictionaries of them), so that reading them runs no code.
+Of what is sharded over ranks, each rank has its own shards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from l2l_compile.host.step.groups import put
 from l2l_compile.host.step.small_copies import named_state
 from l2l_compile.host.step.torch_step import hyperparameters
 from l2l_compile.param_groups import parameters_of
+from l2l_compile.ranks.sharded import is_sharded, local, set_local, sharded_as
 
 Earlier = dict[torch.Tensor, list[torch.Tensor]]  # by parameter, weights of a step before (`delay=1`)
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype)
@@ -39,11 +41,15 @@ class _Stored:
 class _Parameter:
     """A parameter and its optimizer state: plain values, and `_Stored` for tensors on disk. `value` is None if it is not kept.
 
-    before  with `delay=1`, the weights that the next step reads, of a parameter in memory; those on disk have a place for them
+    before   with `delay=1`, the weights that the next step reads, of a parameter in memory; those on disk have a place for them
+    shard    the shape of this rank's shard, None for a parameter that is not sharded
+    sharded  names of state that is sharded like the parameter
     """
 
     name: str | None
     shape: torch.Size
+    shard: list[int] | None
+    sharded: list[Any]
     dtype: torch.dtype
     value: Any
     state: dict[Any, Any]
@@ -116,10 +122,12 @@ class Contents:
         self._parameters = []
         for number, p in enumerate(parameters_of(optimizer)):
             state = optimizer.state.get(p, {})
-            value = self._entry(p, f"parameter {number}") if p in kept else None
-            entries = {name: self._entry(each, f"state {name!r} of parameter {number}") for name, each in state.items()}
-            of_step_before = plain(before.get(p, []), f"parameter {number} of a step before")
-            self._parameters.append(_Parameter(names.get(p), p.shape, p.dtype, value, entries, of_step_before))
+            value = self._entry(local(p), f"parameter {number}") if p in kept else None
+            entries = {name: self._entry(local(each), f"state {name!r} of parameter {number}") for name, each in state.items()}
+            of_step_before = plain([local(t) for t in before.get(p, [])], f"parameter {number} of a step before")
+            sharded = [name for name, each in state.items() if is_sharded(each)]
+            made = _Parameter(names.get(p), p.shape, _shard_of(p), sharded, p.dtype, value, entries, of_step_before)
+            self._parameters.append(made)
 
     def _entry(self, value: Any, what: str) -> Any:
         found = range_of(value) if isinstance(value, torch.Tensor) and _is_dense(value) else None
@@ -143,6 +151,8 @@ class Contents:
                 {
                     "name": p.name,
                     "shape": list(p.shape),
+                    "shard": p.shard,
+                    "sharded": p.sharded,
                     "dtype": p.dtype,
                     "value": _placed(p.value, places),
                     "before": p.before,
@@ -151,6 +161,10 @@ class Contents:
                 for p in self._parameters
             ],
         }
+
+
+def _shard_of(parameter: torch.Tensor) -> list[int] | None:
+    return list(local(parameter).shape) if is_sharded(parameter) else None
 
 
 def _placed(value: Any, places: Sequence[StoredPlace]) -> tuple:
@@ -184,6 +198,8 @@ def check_fits(
         is_named = name is not None and entry["name"] is not None
         if (list(p.shape), p.dtype) != (entry["shape"], entry["dtype"]) or is_named and name != entry["name"]:
             raise differs(f"parameter {number} is {theirs}", ours)
+        if entry.get("shard") != _shard_of(p):
+            raise differs(f"parameter {number} is {theirs}, with the shard {entry.get('shard')} on this rank", str(_shard_of(p)))
         if p.device.type != "cpu":
             raise L2LError(f"parameter {number}, {ours}, is on {p.device}: resume with a model on the host")
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -210,13 +226,14 @@ def put_back(
     with torch.no_grad():
         for entry, p in zip(contents["parameters"], parameters_of(optimizer), strict=True):
             if before := _before(store, entry):
-                earlier[p] = before
+                earlier[p] = [sharded_as(each, p) for each in before]
             value = _value_of(store, entry["value"])
             if value is not None and entry["value"][0] == "at":
-                p.data = value
+                set_local(p, value)
             elif value is not None:
-                p.copy_(value)
+                local(p).copy_(value)
             state = {name: _value_of(store, each) for name, each in entry["state"].items()}
+            state |= {name: sharded_as(state[name], p) for name in entry.get("sharded", ())}
             optimizer.state.pop(p, None)
             if state:
                 optimizer.state[p] = state

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from l2l_compile.disk.manifest import NAMES, UNFINISHED, names_of_versions, read_manifest
-from l2l_compile.errors import L2LError, OptionError
+from l2l_compile.disk.found_run import parts_of_ranks
+from l2l_compile.disk.manifest import NAMES, PREPARED, UNFINISHED, names_of_versions, read_manifest
+from l2l_compile.errors import DiskError, L2LError, OptionError
 from l2l_compile.frontend.dynamo import adapter
 from l2l_compile.host.resumable_run import ResumableRun, Resumed, run_of
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -29,9 +30,13 @@ def resume(compiled: Any, version: str | None = None) -> Resumed:
     model and the optimizer built as they were in the killed process. Afterwards parameters, buffers, the optimizer's state and its
     param_groups are those of that step. Nothing on disk is read.
 
+    Ranks that share a model all call it, with the same `version`, and so `commit` and `drop_version`. Each has a part of the run, in a folder
+    `rank-0`, `rank-1`, ... of its own within that of the option `disk`. All continue from the same step, the newest one that all have.
+    If one raises an error, all do.
+
     Returns the number of complete steps, and what `commit` got behind the last one. Raises `OptionError` without the option, `L2LError`
     for another model or optimizer than that of the run, and `DiskError` for a folder that another process trains in, whose files are
-    damaged, or that has no such version; nothing is changed then.
+    damaged or missing, or are of another rank, or that has no such version; nothing is changed then.
     """
     check()
     session = session_of(compiled)  # raises for what is not compiled
@@ -40,16 +45,17 @@ def resume(compiled: Any, version: str | None = None) -> Resumed:
     if not options.resumable:
         raise OptionError("resume() is for a model that is compiled with the options 'disk' and resumable=True")
     assert options.optimizer is not None and options.disk is not None, "`Options.build` requires it"
-    if ranks_among(parameters_of(options.optimizer)) is not None:
+    if options.delay and options.goes_by_turns:
         raise L2LError(
-            "the option 'resumable' is for one rank: ranks would not commit the same step. Leave it out, and save checkpoints with "
-            "torch.distributed.checkpoint"
+            "the option 'resumable' does not go with a schedule of turns and delay=1: a step is over there while its last turns are in flight. Leave "
+            "out 'delay' or 'schedule', or leave out 'resumable' and save checkpoints with torch.distributed.checkpoint"
         )
     if session is not None:
         raise L2LError("resume() comes before the first forward of a compiled model: it replaces parameters and optimizer state")
     if run_of(options.optimizer) is not None:
         raise L2LError("resume() was called with this optimizer before: call it once, behind torch.compile")
-    return ResumableRun(options.disk, options.optimizer, adapter.uncompiled_module(compiled), version).resumed
+    ranks = ranks_among(parameters_of(options.optimizer))
+    return ResumableRun(options.disk, options.optimizer, adapter.uncompiled_module(compiled), version, ranks).resumed
 
 
 @whole("commit()")
@@ -62,6 +68,8 @@ def commit(compiled: Any, extra: Any = None, wait: bool = False, keep: str | Non
 
     With `keep`, a name, the step stays as a version until `drop_version`, or until another step is kept under this name, and `commit`
     returns when it is durable. No weight is copied: later steps write other places of the file.
+
+    Each rank hands in its own `extra`. With `wait` or `keep`, a rank waits for the others.
 
     Raises `L2LError` if no step is over, for other values, and with `wait` or `keep` the error of the updates or of the disk. If the disk
     has too little room for a version, nothing is committed, and training can go on.
@@ -109,8 +117,12 @@ class KeptVersion:
 def versions(folder: str | os.PathLike) -> dict[str, KeptVersion]:
     """The versions that are kept in a folder, by name, the one with the fewest steps first. A run may train there meanwhile.
 
+    Of several ranks, each has a folder of its own, such as "/nvme/run7/rank-0" in "/nvme/run7".
+
     Raises `DiskError` for a folder that cannot be read, and for a version that is damaged.
     """
+    if parts := parts_of_ranks(str(folder)):
+        raise DiskError(f"{folder} has a run of several ranks: give versions() the folder of one, such as {parts[0]}")
     found = {name: read_manifest(str(folder), name) for name in names_of_versions(str(folder))}
     contents = {name: manifest["contents"] for name, manifest in found.items() if manifest is not None}
     kept = {name: KeptVersion(each["steps"], each["extra"]) for name, each in contents.items()}
@@ -118,8 +130,8 @@ def versions(folder: str | os.PathLike) -> dict[str, KeptVersion]:
 
 
 def _check_name(version: str) -> None:
-    if not isinstance(version, str) or not NAMES.fullmatch(version) or version.endswith(UNFINISHED):
+    if not isinstance(version, str) or not NAMES.fullmatch(version) or version.endswith((UNFINISHED, PREPARED)):
         raise L2LError(
             f"keep={version!r} is no name of a version: it is a part of a file's name, of up to 100 letters, digits and the characters . _ = + -, "
-            f"begins with a letter, a digit or _, and does not end with {UNFINISHED}"
+            f"begins with a letter, a digit or _, and does not end with {UNFINISHED} or {PREPARED}"
         )

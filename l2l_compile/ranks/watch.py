@@ -79,6 +79,11 @@ class Watch:
         self._until = time.monotonic() + seconds
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this rank has dropped out, and looks at the others no more."""
+        return self._closed
+
+    @property
     def ends_well(self) -> bool:
         """Whether no rank has failed, as far as this one knows."""
         return self._until is not None and (self.failure is None or self.failure.has_ended)
