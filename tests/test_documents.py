@@ -375,6 +375,27 @@ def test_the_lines_on_a_large_model_train_what_they_load(shown, tmp_path):
     assert placed.masters == 2 * 3000 * 128 * 4, "the embedding and the head"
 
 
+@checks("docs/disk.md: Frozen weights where they are")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_the_lines_on_weights_in_place_train_adapters(shown, tmp_path):
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (block,) = shown
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    saved = LlamaForCausalLM(LlamaConfig(vocab_size=3000, hidden_size=256, **sizes)).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    scope = {"torch": torch, "l2l_compile": l2l_compile, "folder": tmp_path, "peft": peft}
+    scope |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    run(block.text, scope)
+    batch = torch.arange(12).view(2, 6)
+    report = l2l_compile.explain(scope["model"])(input_ids=batch, labels=batch)
+    assert report.host_memory.in_place == 2 * 3000 * 256 * 2, "the embedding and the head"
+    scope["model"](input_ids=batch, labels=batch).loss.backward()
+    scope["optimizer"].step()
+    assert torch.equal(scope["model"].get_input_embeddings().weight, saved.model.embed_tokens.weight)
+
+
 @checks("docs/disk.md: After a kill")
 def test_the_lines_on_a_kill_continue(shown, tmp_path):
     """Twice: the first time for some steps, and then for the others, in a copy of the folder."""

@@ -223,8 +223,8 @@ class Device(ABC):
         """Bytes that a fetch of a host tensor reads from a disk, in whole pages; 0 for one in memory."""
         if range_of(weight) is None or not weight.is_contiguous():
             return 0
-        _, first, last, _ = pages_around(weight)
-        return last - first
+        found, first, last, _ = pages_around(weight)
+        return found.bytes_to_read(first, last - first)
 
     @abstractmethod
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from l2l_compile.disk.disk_store import DiskStore, StoredSpan
+from l2l_compile.disk.disk_store import DiskStore
 from l2l_compile.disk.disk_threads import Transfer
+from l2l_compile.disk.stored_range import StoredSpan
 from l2l_compile.memory.pages import huge_pages
 
 _LOOK = 0.2  # seconds

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import DiskStore, StoredRange, StoredSpan
+from l2l_compile.disk.disk_store import DiskStore
 from l2l_compile.disk.disk_threads import Transfer
+from l2l_compile.disk.stored_range import StoredRange, StoredSpan
 from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.finalizers import taken
 from l2l_compile.memory.pages import huge_pages

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import DiskStore, StoredRange, StoredSpan, memory_at, range_of
+from l2l_compile.disk.disk_store import DiskStore, await_writes, place_of, range_of
 from l2l_compile.disk.disk_threads import Transfer
+from l2l_compile.disk.stored_range import StoredRange, StoredSpan, memory_at
 from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.pages import huge_pages, pages
 
@@ -24,7 +25,7 @@ def pages_around(tensor: torch.Tensor) -> tuple[StoredRange, int, int, int]:
     """
     found = range_of(tensor)
     assert found is not None and tensor.is_contiguous(), "a tensor that is in memory, or scattered in its file"
-    begin = int(tensor.storage_offset()) * tensor.element_size()
+    begin = found.shift + int(tensor.storage_offset()) * tensor.element_size()
     first = begin // PAGE * PAGE
     return found, first, whole_pages(begin + tensor.nbytes), begin - first
 
@@ -82,8 +83,8 @@ def fill(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
     Takes one block of memory. Raises `DiskError`.
     """
-    if range_of(tensor) is None:
-        tensor.detach().copy_(source.detach())
+    if place_of(tensor) is None:
+        await_writes(tensor).detach().copy_(source.detach())
         return
     write_entries(tensor.detach().view(-1), 0, source)
     if not tensor.is_inference():
@@ -95,7 +96,7 @@ def write_entries(target: torch.Tensor, start: int, source: torch.Tensor) -> Non
 
     There, the bytes begin on a page, and end on one or with the stored tensor. Raises `DiskError`.
     """
-    if range_of(target) is None:
+    if place_of(target) is None:
         target[start : start + source.numel()] = source.detach().reshape(-1)
         return
     found, first, _, before = pages_around(target)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from l2l_compile.disk.disk_file import RESUMES
-from l2l_compile.disk.disk_store import DiskStore, StoredRange
+from l2l_compile.disk.disk_store import DiskStore
+from l2l_compile.disk.stored_range import StoredRange
 from l2l_compile.errors import DiskError
 
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from l2l_compile.disk.disk_store import StoredRange, StoredSpan
 from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads, Transfer
 from l2l_compile.disk.found_run import FoundRun, unknown
 from l2l_compile.disk.manifest import confirm_manifest, remove_manifest, write_manifest
 from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, remove_parts
+from l2l_compile.disk.stored_range import StoredRange, StoredSpan
 from l2l_compile.disk.striped_file import BLOCK, Extent, StripedFile
 from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange
 from l2l_compile.disk.written_pages import is_written

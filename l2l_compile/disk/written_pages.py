@@ -1,4 +1,4 @@
-"""Whether anything has written into a private mapping of a file: the kernel then gives it pages of its own, and says so.
+"""Which pages of a private mapping of a file anything has written: the kernel then gives it pages of its own, and says so.
 
 `/proc/self/pagemap` has 8 bytes for each page: https://docs.kernel.org/admin-guide/mm/pagemap.html
 """
@@ -16,27 +16,29 @@ _PATH = "/proc/self/pagemap"
 _ENTRY = 8  # bytes
 _AT_ONCE = 1 << 20  # bytes of entries
 _OF_A_FILE, _SWAPPED = 1 << 61, 1 << 62  # and the sign bit: present
+OF_A_VERSION = "writes into the weights of a kept version were looked for: keep versions where this file may be read"
+OF_FILES = "writes into weights in place were looked for: leave out in_place=True where this file may not be read"
 
 
-def is_written(address: int, size: int) -> bool:
+def is_written(address: int, size: int, remedy: str = OF_A_VERSION) -> bool:
     """Whether a page of `size` bytes from an address on, whole pages of a private mapping, is no longer one of its file. Raises `DiskError`."""
-    first, count = address // PAGE * _ENTRY, size // PAGE * _ENTRY
+    pages = range(address, address + size, _AT_ONCE // _ENTRY * PAGE)
+    return any(written_pages(first, min(pages.step, address + size - first), remedy).any() for first in pages)
+
+
+def written_pages(address: int, size: int, remedy: str = OF_A_VERSION) -> torch.Tensor:
+    """Of each page, whether it is no longer one of its file. Raises `DiskError`, whose sentence ends with `remedy`."""
     try:
         descriptor = os.open(_PATH, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return any(
-                _has_own_page(os.pread(descriptor, min(_AT_ONCE, count - at), first + at)) for at in range(0, count, _AT_ONCE)
-            )
+            entries = os.pread(descriptor, size // PAGE * _ENTRY, address // PAGE * _ENTRY)
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise DiskError(
-            f"{_PATH}: {error.strerror or error} while writes into the weights of a kept version were looked for: keep versions where this file may "
-            "be read"
-        ) from error
-
-
-def _has_own_page(entries: bytes) -> bool:
+        raise DiskError(f"{_PATH}: {error.strerror or error} while {remedy}") from error
+    if entries == bytes(
+        len(entries)
+    ):  # nothing has looked into the mapping: quickly said, as it is so where a device has the weights
+        return torch.zeros(size // PAGE, dtype=torch.bool)
     pages = torch.frombuffer(bytearray(entries), dtype=torch.int64)
-    is_own = ((pages < 0) & ((pages & _OF_A_FILE) == 0)) | ((pages & _SWAPPED) != 0)
-    return bool(is_own.any())
+    return ((pages < 0) & ((pages & _OF_A_FILE) == 0)) | ((pages & _SWAPPED) != 0)

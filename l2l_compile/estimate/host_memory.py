@@ -51,7 +51,9 @@ class HostMemory:
                      `wire` do not count then
     stash_buffers    with stash="disk", stashes on their way to the disk, and back
     disk_stashes     bytes of stashes on disk, when forward has ended, which `total` does not count
-    stored           other parameters that are on disk, by `load_pretrained(disk=...)`, which `master` does not count either
+    stored           other parameters that are on disk, by `load_pretrained`, which `master` does not count either
+    in_place         the part of `stored` that is read in place, from the files of `load_pretrained(in_place=True)`. Parameters in place that
+                     are trained without the option `disk` count as `master`: an update brings them into memory
     """
 
     parameters: int
@@ -66,6 +68,7 @@ class HostMemory:
     activations: int = 0
     disk: DiskPlan | None = None
     stored: int = 0
+    in_place: int = 0
     stash_buffers: int = 0
     disk_stashes: int = 0
 
@@ -96,7 +99,7 @@ class HostMemory:
         )
         return (
             f"host memory (bytes a parameter): {shown}{shared}{pinned}{_shown_on_disk(self.disk)}{_shown_stashes(self.disk_stashes)}"
-            f"{_shown_stored(self.stored)}"
+            f"{_shown_stored(self.stored, self.in_place)}"
         )
 
 
@@ -124,8 +127,11 @@ def _shown_stashes(size: int) -> str:
     return f"\ndisk: stashes {format_bytes(size)}, written in forward and read in backward" if size else ""
 
 
-def _shown_stored(size: int) -> str:
-    return f"\non disk beside these: {format_bytes(size)} of parameters, which cross the link from there" if size else ""
+def _shown_stored(size: int, in_place: int) -> str:
+    if not size:
+        return ""
+    where = f", {format_bytes(in_place)} of them in place in their safetensors files" if in_place else ""
+    return f"\non disk beside these: {format_bytes(size)} of parameters, which cross the link from there{where}"
 
 
 def _shown_places(plan: DiskPlan) -> str:
@@ -151,7 +157,13 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
         plan.check()
     state = _optimizer_state(trained, options)
     stored = {name: parameters[name] for segment in segments for name in segment.stored}
-    beside_plan = sum(_master_bytes(spec) for spec in stored.values() if plan is None or not spec.differentiable)
+    in_place = {name: parameters[name] for segment in segments for name in segment.in_place}
+    to_train = options.optimizer is not None or any(program.captured.grad_enabled for program in programs)
+    brought = {name for name, spec in in_place.items() if spec.differentiable and to_train}  # into memory, by an update
+    not_counted = {
+        name: spec for name, spec in stored.items() if not spec.differentiable or (plan is None and name not in brought)
+    }
+    beside_plan = sum(map(_master_bytes, not_counted.values()))
     kept, ring = _gradients(trained, max((segment.pushed for segment in segments), default=0), options)
     ring += _widened_for_an_update(segments, options)
     return HostMemory(
@@ -167,6 +179,7 @@ def host_memory(programs: Sequence[Program], options: Options, activations: int 
         activations=activations,
         disk=plan,
         stored=beside_plan,
+        in_place=sum(_master_bytes(spec) for name, spec in not_counted.items() if name in in_place),
         stash_buffers=buffers,
         disk_stashes=sum(size for _, size in on_disk),
     )
@@ -199,7 +212,7 @@ class _SegmentMemory:
     on_wire     the dtypes of those that cross the link as copies, by their names
     wire        of these copies
     own         of the parameters that are page-locked where they are, by their names
-    stored      names of the parameters that are on disk
+    stored, in_place  names of the parameters that are on disk, and of those among them that are read in place
     room        of the gradients that get memory as wide as their parameters
     pushed      of all their gradients on the link
     """
@@ -209,6 +222,7 @@ class _SegmentMemory:
     wire: int
     own: tuple[tuple[str, int], ...]
     stored: frozenset[str]
+    in_place: frozenset[str]
     room: int
     pushed: int
 
@@ -220,7 +234,10 @@ class _SegmentMemory:
             for position, (weight, spec) in weights
             if weight.kind == "parameter"
         }
-        stored = frozenset(parameters[i][0] for i in parameters if segment.weights[i].owner in program.captured.stored)
+        stored, in_place = (
+            frozenset(parameters[i][0] for i in parameters if segment.weights[i].owner in found)
+            for found in (program.captured.stored, program.captured.in_place)
+        )
         trained = [spec for _, spec in parameters.values() if spec.differentiable]
         copied = [parameters.pop(position) for position in on_wire(segment, program.bindings, options)]
         own = parameters.values()
@@ -234,6 +251,7 @@ class _SegmentMemory:
                 if name not in stored and is_locked(spec, options, program.captured.grad_enabled)
             ),
             stored=stored,
+            in_place=in_place,
             room=sum(_master_bytes(spec) for spec in trained if _is_widened(spec, options)),
             pushed=sum(_on_link(spec, options) for spec in trained),
         )

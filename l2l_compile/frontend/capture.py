@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
 from l2l_compile.devices.host import HOST
 from l2l_compile.devices.registry import KINDS
-from l2l_compile.disk.disk_store import is_on_disk
+from l2l_compile.disk.disk_store import is_in_place, is_on_disk
 from l2l_compile.errors import L2LError
 from l2l_compile.frontend.draft import Draft, DraftFact, Rewrite, rewrite
 from l2l_compile.frontend.dynamo import adapter, inference_marks
@@ -176,7 +178,8 @@ def _captured(draft: Draft) -> Captured:
         mesh=_mesh(draft.world),
         owners=_owners(draft),
         parallel_layer=draft.parallel_layer,
-        stored=frozenset(i.index for i in draft.inputs if i.kind == "parameter" and _is_on_disk(adapter.value_of(i.node))),
+        stored=_parameters(draft, is_on_disk),
+        in_place=_parameters(draft, is_in_place),
         snapshots=frozenset(i.index for i in draft.inputs if i.node in draft.cloned and i.kind in ("buffer", "value")),
     )
     _lift_constants(captured)
@@ -184,8 +187,10 @@ def _captured(draft: Draft) -> Captured:
     return captured
 
 
-def _is_on_disk(value: object) -> bool:
-    return isinstance(value, torch.nn.Parameter) and is_on_disk(value)
+def _parameters(draft: Draft, is_so: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+    """Indices of the parameters of which something is so."""
+    values = {i.index: adapter.value_of(i.node) for i in draft.inputs if i.kind == "parameter"}
+    return frozenset(index for index, value in values.items() if isinstance(value, torch.nn.Parameter) and is_so(value))
 
 
 def _mesh(ranks: Ranks | None) -> Mesh | None:

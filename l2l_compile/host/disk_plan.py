@@ -10,7 +10,7 @@ import torch
 
 from l2l_compile.devices.host import knows_own_memory, own_memory
 from l2l_compile.disk.disk_file import PAGE
-from l2l_compile.disk.disk_store import DiskStore, is_on_disk, range_of
+from l2l_compile.disk.disk_store import DiskStore, has_place, is_in_place, place_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host.compiled_step.compiled_step import why_not_compiled
 from l2l_compile.host.disk_placement import SMALL, DiskPlacement, TensorSizes, late, place_on_disk, room_for_late
@@ -133,7 +133,8 @@ def disk_plan(options: Options, largest: int, stashes: int = 0) -> DiskPlan:
     budget = options.host_memory
     if budget is None:
         _check_part_is_known(own)
-        budget = int(_OF_AVAILABLE * (own_memory() + sum(one.master for one in sizes if not one.master_is_there)))
+        freed = sum(s.nbytes for s, one in zip(shards, sizes, strict=True) if not (one.master_is_there or is_in_place(s)))
+        budget = int(_OF_AVAILABLE * (own_memory() + freed))
     buffer = min(_LARGEST_BUFFER, max(_SMALLEST_BUFFER, budget // _RING_PART // BUFFERS // PAGE * PAGE))
     in_pieces = _in_pieces(options)
     at_once = at_once_in_update(own, in_pieces, each)
@@ -235,14 +236,14 @@ def _gradient_on_link(options: Options) -> int:
 def _there(options: Options) -> Callable[[torch.Tensor], bool]:
     """Whether a tensor is on disk and stays where it is: with the option `resumable`, in the file of the run."""
     if not options.resumable:
-        return is_on_disk
+        return has_place
     run = run_of(options.optimizer) if options.optimizer is not None else None
-    return lambda tensor: run is not None and is_on_disk(tensor) and is_in(tensor, run.store)
+    return lambda tensor: run is not None and has_place(tensor) and is_in(tensor, run.store)
 
 
 def is_in(tensor: torch.Tensor, store: DiskStore) -> bool:
     """Whether a tensor is in the file of a store."""
-    found = range_of(tensor)
+    found = place_of(tensor)
     return found is not None and found.store is store
 
 

@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from l2l_compile.devices.host import bytes_in_proc, own_memory
+from l2l_compile.disk.disk_store import is_in_place, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_plan import copies_on_link, gradients_at_once
 from l2l_compile.host.step.sharded_state import ranks_among
@@ -20,7 +21,8 @@ from l2l_compile.units import format_bytes
 def check_enough_memory(options: Options) -> None:
     """Raise `L2LError` if what a step of the option `optimizer` is sure to take exceeds the memory that is available, and swap space.
 
-    These are optimizer state and gradients that are not there yet, and copies that cross the link. Stashes and activations come on top,
+    These are optimizer state and gradients that are not there yet, copies that cross the link, and parameters in place, which an update
+    brings into memory. Stashes and activations come on top,
     so a step may run out of memory all the same. Parameters of several ranks, and of a simulation, are not looked at.
     """
     optimizer = options.optimizer
@@ -52,13 +54,22 @@ def _needs(own: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, opti
     entries = sum(p.numel() for p in own)
     states = (value for p in own for value in optimizer.state.get(p, {}).values())
     there = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
-    needs = {"optimizer state": max(0, _state_of_an_entry(optimizer) * entries - there)}
+    needs = {
+        "optimizer state": max(0, _state_of_an_entry(optimizer) * entries - there),
+        "parameters that are read in place": sum(map(_read_in_place, own)),
+    }
     if not options.mode.is_overlapped:  # the memory of copies takes gradients later
         return needs | {"gradients": sum(p.nbytes for p in own if p.grad is None)}
     return needs | {
         "gradients": gradients_at_once(entries, 0, options),
         "copies that cross the link": copies_on_link(entries, options),
     }
+
+
+def _read_in_place(parameter: torch.nn.Parameter) -> int:
+    """Bytes of a parameter that come into memory when an update writes it."""
+    found = range_of(parameter) if is_in_place(parameter) else None
+    return found.bytes_to_read(0, found.size) if found is not None else 0
 
 
 def _state_of_an_entry(optimizer: torch.optim.Optimizer) -> int:

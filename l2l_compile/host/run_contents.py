@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.disk_store import place_of
 from l2l_compile.disk.versioned_range import StoredPlace, VersionedRange
 from l2l_compile.disk.versions import VersionedStore
 from l2l_compile.errors import L2LError
@@ -130,7 +130,7 @@ class Contents:
             self._parameters.append(made)
 
     def _entry(self, value: Any, what: str) -> Any:
-        found = range_of(value) if isinstance(value, torch.Tensor) and _is_dense(value) else None
+        found = place_of(value) if isinstance(value, torch.Tensor) and _is_dense(value) else None
         if found is None:
             return plain(value, what)
         assert isinstance(found, VersionedRange), f"{what} is in the file of another store"

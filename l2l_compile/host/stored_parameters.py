@@ -11,8 +11,9 @@ import torch
 
 from l2l_compile.disk.chunk_ring import ChunkRing
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import DiskStore, StoredSpan, range_of, whole_spans
+from l2l_compile.disk.disk_store import DiskStore, place_of, whole_spans
 from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, write_entries
+from l2l_compile.disk.stored_range import StoredSpan
 from l2l_compile.errors import DiskError
 from l2l_compile.host.disk_plan import BUFFERS, DiskPlan, can_move, disk_plan, is_in, is_stored_state
 from l2l_compile.host.hooks import WeakHook
@@ -154,7 +155,7 @@ class StoredParameters:
     def being_written(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """The parameters, among these, whose updates are still on their way to the disk."""
         with unwatched():
-            return [p for p in parameters if (found := range_of(local(p))) is not None and found.writes]
+            return [p for p in parameters if (found := place_of(local(p))) is not None and found.writes]
 
     # ---- called on the host lane -------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class StoredParameters:
     def _on_whole(
         self, shared: Hyperparameters, parameter: Parameter, gradient: torch.Tensor, copy: torch.Tensor | None, scale: Scale
     ) -> Hyperparameters:
-        stored = [t for t in _tensors_of([parameter], self._optimizer) if range_of(t) is not None]
+        stored = [t for t in _tensors_of([parameter], self._optimizer) if place_of(t) is not None]
         written = [*stored, *([copy] if copy is not None else [])]
         spans, size = whole_spans(written)
         buffer = huge_pages(size, "parameters and optimizer state whose step takes them whole")
@@ -229,7 +230,7 @@ class StoredParameters:
 
     def _is_stored(self, parameter: Parameter) -> bool:
         return self._planned.get(parameter, _IN_MEMORY)[1] or any(
-            range_of(t) is not None for t in _tensors_of([parameter], self._optimizer)
+            place_of(t) is not None for t in _tensors_of([parameter], self._optimizer)
         )
 
     def _has_to_make_state(self, parameter: Parameter) -> bool:
@@ -275,7 +276,7 @@ class StoredParameters:
 
     def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in memory; with the option `resumable`, or in another file than that of the run."""
-        return range_of(tensor) is None or self.run is not None and not is_in(tensor, self.store)
+        return place_of(tensor) is None or self.run is not None and not is_in(tensor, self.store)
 
     def _state_to_move(self, parameter: Parameter) -> list[str]:
         """Names of optimizer state that is to be on disk, and is in memory."""

@@ -16,7 +16,8 @@ import torch
 
 from l2l_compile.disk.chunk_ring import Chunk
 from l2l_compile.disk.disk_file import PAGE, whole_pages
-from l2l_compile.disk.disk_store import StoredRange, StoredSpan, range_of
+from l2l_compile.disk.disk_store import place_of
+from l2l_compile.disk.stored_range import StoredRange, StoredSpan
 from l2l_compile.host.compiled_step.compiled_step import CompiledStep
 from l2l_compile.host.compiled_step.kernel import Launch, run_all
 from l2l_compile.host.gradients import GradientMemory
@@ -52,7 +53,7 @@ class StoredStep(CompiledStep):
         return after
 
     def _run(self, launches: Mapping[Parameter, Launch]) -> None:
-        places = {p: [range_of(t) for t in launch.tensors] for p, launch in launches.items()}
+        places = {p: [place_of(t) for t in launch.tensors] for p, launch in launches.items()}
         super()._run({p: launch for p, launch in launches.items() if not any(places[p])})
         ring = self._stored.ring
         for part in _parts([(launch, places[p]) for p, launch in launches.items() if any(places[p])], ring.size):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from l2l_compile.disk.disk_store import is_on_disk
 from l2l_compile.disk.stored_entries import fill
 from l2l_compile.errors import DiskError, L2LError
 from l2l_compile.frontend.rewrites.wrapped_weights import is_wrapper
+from l2l_compile.integrations.mapped_weights import mapped_weights
 from l2l_compile.integrations.stored_files import SHOWN, stored_in
 from l2l_compile.integrations.stored_weights import Conversion, Stored, TensorNames
 from l2l_compile.integrations.weight_memory import give_memory, read_to_disk, store_for
@@ -47,7 +48,12 @@ class LoadResult(NamedTuple):
 
 
 def load_pretrained(
-    model: nn.Module, folder: str | Path, strict: bool = True, disk: str | Path | Sequence[str | Path] | None = None
+    model: nn.Module,
+    folder: str | Path,
+    strict: bool = True,
+    disk: str | Path | Sequence[str | Path] | None = None,
+    *,
+    in_place: bool = False,
 ) -> LoadResult:
     """Fill a model with the weights of a folder of safetensors files, as `from_pretrained` does; each rank reads its own rows.
 
@@ -63,21 +69,29 @@ def load_pretrained(
     parameters are. They stay ordinary tensors, and `torch.compile` with the option `disk` trains them there. For parameters that are not
     sharded.
 
+    With `in_place=True`, parameters on the meta device of 1 MiB and more are not copied: they are read from the files of the folder, which are
+    never written, and must not change as long as the parameters are there. This takes no memory of the host and no space on a disk. It is
+    for weights that are frozen (below adapters, or for inference), in the dtype of the files: build the model in that dtype. Parameters that
+    cannot be in place (another dtype, joined, sharded) get memory as without it, in `disk` if that is given, with a warning that
+    says which and why. What is written into a weight in place stays in memory. Training with the option `disk` moves it to the disk.
+
     With `strict=False`, parameters that the folder lacks are initialised as transformers does, with the values of rank 0, and
     tensors that the model lacks are left out. The result names both.
 
     Raises `L2LError` for a folder without safetensors files or without a file that its index names, for damaged files, for
     tensors that are missing, not expected, of another shape or kind of number, or tied and unequal, and for a buffer on the meta
-    device that nothing can compute. Raises `DiskError` if `disk` cannot be written or has too little room. The model is as it was then.
+    device that nothing can compute, and for `in_place=True` if no parameter can be in place. Raises `DiskError` if `disk` cannot be
+    written or has too little room. The model is as it was then.
     If a file cannot be read to its end, the error says that the model has changed.
     """
     folder = Path(folder)
     with _together():
         plan = _plan(model, folder, strict)
-        store = store_for(model, disk) if disk is not None else None
-    give_memory(model, store)
+        mapped = mapped_weights(model, folder, plan.stored, plan.names.same, plan.tensors) if in_place else {}
+        store = store_for(model, disk, mapped) if disk is not None else None
+    give_memory(model, store, mapped)
     try:
-        _read(folder, plan)
+        _read(folder, plan, mapped)
         _make(plan)
     except DiskError as error:
         raise DiskError(f"{folder} was not read to its end: {error}") from error
@@ -261,11 +275,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _read(folder: Path, plan: _Plan) -> None:
-    """Fill tensors that a file holds under one name."""
+def _read(folder: Path, plan: _Plan, in_place: Collection[int]) -> None:
+    """Fill tensors that a file holds under one name, but for those that are read in place from now on."""
     wanted: dict[int, tuple[str, torch.Tensor]] = {}
     for key, name in plan.names.same.items():
-        wanted.setdefault(id(plan.tensors[name]), (key, plan.tensors[name].detach()))
+        if id(plan.tensors[name]) not in in_place:
+            wanted.setdefault(id(plan.tensors[name]), (key, plan.tensors[name].detach()))
     on_disk = {key: tensor for key, tensor in wanted.values() if is_on_disk(tensor)}
     in_memory = {key: tensor for key, tensor in wanted.values() if key not in on_disk}
     with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from l2l_compile.integrations.stored_weights import Stored
 INDEX = "model.safetensors.index.json"
 SHOWN = 8  # names in an error
 _AGAIN = "download or copy it again"
+_LENGTH = 8  # bytes at the beginning of a file: how long its header is
 _DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64},
@@ -98,6 +99,20 @@ def _header(file: Path) -> dict[str, Stored]:
         if dtype not in _DTYPES:
             raise L2LError(f"'{name}' of {file} has the dtype {dtype}: such weights are not read")
     return {name: Stored(file, shape, _DTYPES[dtype]) for name, (shape, dtype) in shapes.items()}
+
+
+def begins_in(file: Path, names: Sequence[str]) -> dict[str, int]:
+    """Where the entries of these tensors of a file begin, in bytes. The header was checked (`stored_in`). Raises `L2LError`.
+
+    The format: https://huggingface.co/docs/safetensors/index#format
+    """
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(_LENGTH), "little")
+            header = json.loads(opened.read(size))
+        return {name: _LENGTH + size + int(header[name]["data_offsets"][0]) for name in names}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise L2LError(f"{file} has changed while it was loaded: {error}. {_AGAIN.capitalize()}") from error
 
 
 def _some(names: list[str]) -> str:

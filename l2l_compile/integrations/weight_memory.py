@@ -1,4 +1,4 @@
-"""Memory for the tensors of a model on the meta device: of the host, or in a file of the disk tier (`load_pretrained(disk=...)`).
+"""Memory for the tensors of a model on the meta device: of the host, in a file of the disk tier (`load_pretrained(disk=...)`), or none.
 
     file of weights (mapped, clean pages) -> one block of memory, in the dtype of the model -> file of the disk tier
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -19,13 +20,16 @@ from l2l_compile.disk.disk_store import DiskStore, is_on_disk
 from l2l_compile.disk.stored_entries import fill
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_plan import can_move
+from l2l_compile.integrations.mapped_weights import MappedWeight
 from l2l_compile.integrations.stored_weights import Stored
 from l2l_compile.options import folders_of
 from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
 
 
-def store_for(model: nn.Module, disk: str | Path | Sequence[str | Path]) -> DiskStore:
-    """A file in a folder, or striped over several, with room for the parameters on the meta device.
+def store_for(
+    model: nn.Module, disk: str | Path | Sequence[str | Path], in_place: Mapping[int, MappedWeight] = MappingProxyType({})
+) -> DiskStore:
+    """A file in a folder, or striped over several, with room for the parameters on the meta device that are not read in place.
 
     Raises `DiskError` and `L2LError`; the model is as it was.
     """
@@ -43,18 +47,18 @@ def store_for(model: nn.Module, disk: str | Path | Sequence[str | Path]) -> Disk
             "under torch.device('meta'), or leave out 'disk'"
         )
     store = DiskStore(*folders)
-    store.reserve(sum(whole_pages(p.nbytes) for p in parameters if p.is_meta and can_move(p)))
+    store.reserve(sum(whole_pages(p.nbytes) for p in parameters if p.is_meta and can_move(p) and id(p) not in in_place))
     return store
 
 
-def give_memory(model: nn.Module, store: DiskStore | None) -> None:
-    """Give every tensor on the meta device memory, in the store if there is one and it is a large parameter, else on the host.
+def give_memory(model: nn.Module, store: DiskStore | None, in_place: Mapping[int, MappedWeight] = MappingProxyType({})) -> None:
+    """Give every tensor on the meta device memory: its file, if it is read in place, the store if there is one, for a large parameter, or the host.
 
     It stays the same object, so ties and optimizers stay valid. Raises `DiskError`.
     """
     for tensor in {id(t): t for t in (*model.parameters(), *model.buffers())}.values():
         if local(tensor).is_meta:
-            empty = _empty(tensor, store)
+            empty = in_place[id(tensor)].tensor(tensor) if id(tensor) in in_place else _empty(tensor, store)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             empty.__dict__.update({name: value for name, value in tensor.__dict__.items() if name not in empty.__dict__})

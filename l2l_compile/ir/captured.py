@@ -175,7 +175,8 @@ class Captured:
     owners       the ranks of the pipeline whose stages the segments are; None without one
     snapshots    indices of the buffers and values that the graph clones: somebody may write into them between forward and backward
     parallel_layer  text that names a parameter of a tensor parallel layer; "" if there is none
-    stored       indices of the parameters that were on disk at capture
+    stored       indices of the parameters that were on disk at capture, also those that were read in place
+    in_place     indices of the parameters that were read in place, from the user's own files, at capture
     """
 
     graph: fx.Graph
@@ -202,6 +203,7 @@ class Captured:
     parallel_layer: str = ""
     snapshots: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
+    in_place: frozenset[int] = frozenset()
 
     @property
     def shards(self) -> int:

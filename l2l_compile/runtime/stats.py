@@ -16,7 +16,8 @@ class Stats:
     """Figures of the last step of a compiled model; bytes and seconds.
 
     `kept_bytes` and `kept_on_host_bytes` are what forward has kept of the inside of layers (the options `keep`, `keep_on_host`).
-    `disk_fetched_bytes` is the part of `fetched_bytes` that was read from the disk, in whole pages (the option `disk`).
+    `disk_fetched_bytes` is the part of `fetched_bytes` that was read from the disk, in whole pages: with the option `disk`, or of
+    weights that `load_pretrained` has put there or left in place.
     `disk_read_bytes`, `disk_written_bytes` and `disk_wait_seconds` are those of the updates that were made last:
     with update="in_forward", of the step before.
     `disk_stash_bytes` is what forward has written of stashes to the disk (stash="disk"), in whole pages; backward reads as much.

@@ -318,7 +318,7 @@ def test_an_evaluation_in_a_step_of_in_backward_is_a_warning():
     both = Both("in_backward")
     both.step(X).pow(2).mean().backward()
     with (
-        pytest.warns(UserWarning, match="between backward and optimizer.step.*'in_backward' has updated it") as caught,
+        pytest.warns(UserWarning, match="between backward and optimizer.step.*'in_backward' has updated it"),
         torch.no_grad(),
     ):
         both.step(X)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import l2l_compile
-from l2l_compile.disk.disk_store import range_of
+from l2l_compile.disk.disk_store import is_in_place, range_of
 from l2l_compile.errors import L2LError
 from l2l_compile.host.disk_placement import SMALL
 
@@ -298,6 +299,32 @@ def loads_its_stage_to_disk(rank, world, folder):
     expected = dict(transformers.LlamaForCausalLM.from_pretrained(folder).named_parameters())
     assert model.state_dict() and all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
     assert all((range_of(p) is not None) == (p.nbytes >= SMALL) for p in model.parameters())
+
+
+def leaves_its_stage_in_place(rank, world, folder):
+    batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.arange(8).view(2, 4)}
+    model = on_meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LARGE))
+    l2l_compile.pipeline(model, init_device_mesh("cpu", (world,)), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # parameters of other ranks are none that cannot be in place
+        l2l_compile.load_pretrained(model, folder, in_place=True)
+    expected = dict(transformers.LlamaForCausalLM.from_pretrained(folder).named_parameters())
+    assert model.state_dict() and all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+    assert all(is_in_place(p) == (p.nbytes >= SMALL) for p in model.parameters())
+
+
+def refuses_shards_in_place(rank, world, folder):
+    model = on_meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LARGE))
+    l2l_compile.shard(model, init_device_mesh("cpu", (world,)))
+    with pytest.raises(L2LError, match=r"are divided among ranks \(leave out shard\(\)\)"):
+        l2l_compile.load_pretrained(model, folder, in_place=True)
+    assert all(p.to_local().is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("loads_in_place", [refuses_shards_in_place, leaves_its_stage_in_place], ids=["shards", "stages"])
+def test_stages_are_left_in_place_and_shards_are_not(ranks, tmp_path, loads_in_place):
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).save_pretrained(tmp_path)
+    ranks.run(loads_in_place, tmp_path)
 
 
 @pytest.mark.parametrize("loads_on_disk", [refuses_shards_on_disk, loads_its_stage_to_disk], ids=["shards", "stages"])
