@@ -390,7 +390,7 @@ def folders_of(value: Any, what: str) -> tuple[str, ...]:
     for number, place in enumerate(places):
         if place in places[:number]:
             raise OptionError(
-                f"{what} has {folders[places.index(place)]!r} twice, the second time as {folders[number]!r}: give it one folder on each disk"
+                f"{what} has {str(given[places.index(place)])!r} twice, the second time as {str(given[number])!r}: give it one folder on each disk"
             )
     return folders
 
