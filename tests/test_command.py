@@ -429,6 +429,10 @@ def test_plan_says_what_fits_if_nothing_does(config, small_machine, capsys):
     assert "--optimizer sgd" in printed or "--rows" in printed or "--batch" in printed
 
 
+# A plan tries fewer sets with these.
+FEW_OPTIONS = ["--update", "in_backward", "--prefetch", "1", "--keep", "0", "--keep-on-host", "0", "--resident", "0"]
+
+
 @pytest.fixture
 def with_disk(small_machine):
     """The path of a machine that has a disk as well."""
@@ -443,7 +447,7 @@ def with_disk(small_machine):
 
 def test_plan_with_a_disk_fits_where_memory_is_too_small(config, with_disk, capsys):
     wide = config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
-    asked = ["plan", wide, "--machine", with_disk(4e9, 330e6), "--rows", "4", "--length", "16"]
+    asked = ["plan", wide, "--machine", with_disk(4e9, 330e6), "--rows", "4", "--length", "16", *FEW_OPTIONS]
     assert main(asked) == 1
     assert re.search(r"--disk /disk: .*\(parameters and optimizer state in a folder of the machine\)", capsys.readouterr().out)
     assert main([*asked, "--disk", "/elsewhere"]) == 0
@@ -456,21 +460,19 @@ def test_plan_with_a_disk_fits_where_memory_is_too_small(config, with_disk, caps
 def many_rows(config, with_disk):
     """What asks for a plan of rows whose stashes fit into no memory, and everything else does."""
     long = config(hidden_size=512, intermediate_size=1024, num_hidden_layers=16, max_position_embeddings=128)
-    fixed = [
-        "--update",
-        "in_backward",
+    return [
+        "plan",
+        long,
+        "--machine",
+        with_disk(450e6, 300e6),
+        "--length",
+        "128",
+        "--rows",
+        "256",
+        *FEW_OPTIONS,
         "--micro-batches",
         "8",
-        "--prefetch",
-        "1",
-        "--keep",
-        "0",
-        "--keep-on-host",
-        "0",
-        "--resident",
-        "0",
     ]
-    return ["plan", long, "--machine", with_disk(450e6, 300e6), "--length", "128", "--rows", "256", *fixed]
 
 
 def test_plan_puts_stashes_on_a_disk_if_the_host_lacks_room(many_rows, capsys):

@@ -84,5 +84,5 @@ def test_a_budget_too_small_on_one_rank_is_told_to_the_others(ranks, tmp_path):
 @pytest.mark.parametrize(("kind", "world"), [("shards", 2), ("replicas", 4)])
 @pytest.mark.slow(but=("shards-2-no room-in_backward", "shards-2-in a later read-*", "replicas-4-while*-in_forward"))
 def test_other_ranks_name_the_rank_whose_disk_fails(ranks, kind, world, place, mode, tmp_path):
-    found = ranks.run(fails, kind, PLACES[place], MODES[mode], str(tmp_path), world=world, seconds=40)
+    found = ranks.run(fails, kind, PLACES[place], MODES[mode], str(tmp_path), world=world, seconds=80)
     assert_others_name_rank_1(found, os.strerror(errno.ENOSPC if place == "no room" else errno.EIO), tmp_path)
