@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from l2l_compile.disk.disk_file import whole_pages
 from l2l_compile.estimate.overlapped_times import TimedValue
 from l2l_compile.lanes import Lane
-from l2l_compile.runtime.stored_stashes import window
+from l2l_compile.runtime.stored_stashes import StashWindow
 from l2l_compile.simulation.simulated_device import Clock, Clocks, SimulatedEvent
 
 
@@ -29,13 +28,11 @@ class StashTimes:
 
     def __init__(self, clocks: Clocks):
         self._clocks, self._writer, self._reader = clocks, Clock(Lane.DISK_WRITE), Clock(Lane.DISK_READ)
-        self._under_way: deque[tuple[int, SimulatedEvent]] = deque()
-        self._loaded: deque[tuple[int, TimedValue]] = deque()
-        self._window = 0
+        self._window = StashWindow[SimulatedEvent, TimedValue]()
 
     def begin_forward(self, sizes: Sequence[int]) -> None:
         """A forward begins that stores so many bytes in each stash."""
-        self._window = window(sizes)
+        self._window.begin_forward(sizes)
 
     def put(self, x: TimedValue, size: int) -> TimedValue:
         """Have a value written. Waits while too much is being written."""
@@ -43,30 +40,21 @@ class StashTimes:
             if x.event is not None:
                 self._clocks.thread.wait(x.event)
             written = self._move(Lane.DISK_WRITE, x)
-        self._under_way.append((size, written))
-        while sum(each for each, _ in self._under_way) + max(each for each, _ in self._under_way) > self._window:
-            self._clocks.thread.wait(self._under_way.popleft()[1])
+        for earlier in self._window.stored(size, written):
+            self._clocks.thread.wait(earlier)
         return TimedValue(x.parts, equal=x.equal, written=written)
 
     def get(self, x: TimedValue, size: int) -> TimedValue:
         """Have a value read. Waits while the device has still to copy too much of what was read before."""
-        self._free_uploaded(size)
+        for copied in self._window.room_for(size):
+            self._clocks.thread.wait(copied)
         assert x.written is not None, "a value in memory"
         with self._clocks.on_thread(self._reader):
             self._clocks.thread.wait(x.written)
             read = self._move(Lane.DISK_READ, x)
         result = TimedValue(x.parts, equal=x.equal, pinned=True, arrival=_LoadedTimes(self._clocks, read))
-        self._loaded.append((size, result))
+        self._window.loaded(size, result)
         return result
-
-    def _free_uploaded(self, size: int) -> None:
-        while self._loaded and size + sum(each for each, _ in self._loaded) > self._window:
-            value = self._loaded[0][1]
-            if value.arrival is not None:
-                return
-            self._loaded.popleft()
-            if (copied := value.readers.get(Lane.H2D)) is not None:
-                self._clocks.thread.wait(copied)
 
     def _move(self, lane: Lane, x: TimedValue) -> SimulatedEvent:
         """The running thread moves a value, before anything that updates move. Micro-batches with the same rows are moved once."""

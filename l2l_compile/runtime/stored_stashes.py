@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -76,11 +76,72 @@ class _Loading:
         self._stashes.check()
 
 
+class OnItsWay(Protocol):
+    """A value that was read, or is being read: until its copy to the device is given to a lane, it has an arrival."""
+
+    @property
+    def arrival(self) -> Any: ...
+
+    @property
+    def readers(self) -> Mapping[str, Any]: ...
+
+
+_Value = TypeVar("_Value", bound=OnItsWay)
+_Written = TypeVar("_Written")
+
+
+class StashWindow(Generic[_Written, _Value]):
+    """The stashes in host memory on their way to the disk, or back, and which of them the caller waits for when they are too many.
+
+    bytes  for which there is memory
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._written: deque[tuple[int, _Written]] = deque()  # being written, with their bytes
+        self._read: deque[tuple[int, _Value]] = deque()  # read, or being read, and not known to be copied, with their bytes
+
+    @property
+    def being_written(self) -> int:
+        """Bytes of the stashes that nobody has waited for."""
+        return sum(each for each, _ in self._written)
+
+    def begin_forward(self, sizes: Sequence[int]) -> None:
+        """A forward begins that stores so many bytes in each stash."""
+        self.bytes = window(sizes)
+
+    def stored(self, size: int, written: _Written) -> Iterator[_Written]:
+        """A stash is being written from now on. What to wait for, so that there is room for another one."""
+        self._written.append((size, written))
+        while self.being_written + max(each for each, _ in self._written) > self.bytes:
+            yield self._written.popleft()[1]
+
+    def room_for(self, size: int) -> Iterator[Any]:
+        """The copies to the device to wait for, so that there is room to read a stash."""
+        while self._read and size + sum(each for each, _ in self._read) > self.bytes:
+            value = self._read[0][1]
+            if value.arrival is not None:
+                return  # its copy comes later in the program, which reads no more ahead than there is memory for
+            self._read.popleft()
+            if (copied := value.readers.get(Lane.H2D)) is not None:
+                yield copied
+
+    def loaded(self, size: int, value: _Value) -> None:
+        """A stash is being read from now on."""
+        self._read.append((size, value))
+
+    def clear(self) -> None:
+        """Nothing is on its way."""
+        self._written.clear()
+        self._read.clear()
+
+
 class StashesOnDisk:
     """The stashes of a compiled model on disk. All methods are called by the caller.
 
     folders  where their file is, from the first forward on
     workers  the threads of the lanes `disk_write` and `disk_read`
+    window   what is on its way
     """
 
     def __init__(self, folders: Sequence[str], device: Device, worker: Callable[[int, Unwatched, str], DiskWorker]):
@@ -90,11 +151,7 @@ class StashesOnDisk:
         for each in self.workers:
             weakref.finalize(self, each.close)
         self._store: StashStore | None = None
-        self._under_way: deque[tuple[int, DiskTicket]] = deque()  # being written, with their bytes
-        self._loaded: deque[tuple[int, RuntimeValue]] = (
-            deque()
-        )  # read, or being read, and not known to be copied, with their bytes
-        self._window = 0
+        self.window = StashWindow[DiskTicket, RuntimeValue]()
 
     @property
     def store(self) -> StashStore:
@@ -115,11 +172,8 @@ class StashesOnDisk:
     def begin_forward(self, sizes: Sequence[int]) -> StashExtent | None:
         """Room on disk for the stashes of a forward, each with its bytes; None if it stores none. Raises `DiskError`."""
         self.check()
-        self._set_window(sizes)
+        self.window.begin_forward(sizes)
         return self.store.extent(sum(sizes)) if sizes else None
-
-    def _set_window(self, sizes: Sequence[int]) -> None:
-        self._window = window(sizes)
 
     def put(self, x: RuntimeValue, size: int, extent: StashExtent, stats: Stats) -> RuntimeValue:
         """Have a value of the host written, whose memory is free then. Waits while too much is being written. Raises `DiskError`."""
@@ -139,9 +193,8 @@ class StashesOnDisk:
 
         accesses.give(Lane.DISK_WRITE, lambda: accesses.write(result.place))[0]()  # noted now: the thread may come to it too late
         stash.written = self._writer.submit(work)
-        self._under_way.append((size, stash.written))
-        while sum(each for each, _ in self._under_way) + max(each for each, _ in self._under_way) > self._window:
-            self.wait_for(self._under_way.popleft()[1], stats)
+        for ticket in self.window.stored(size, stash.written):
+            self.wait_for(ticket, stats)
         self.check()
         return result
 
@@ -150,7 +203,8 @@ class StashesOnDisk:
 
         Waits while the device has still to copy too much of what was read before: the caller may be far ahead of it.
         """
-        self._free_uploaded(size)
+        for copied in self.window.room_for(size):
+            self._device.wait_on_host(copied)
         result, stash, accesses = RuntimeValue(), x.on_disk, self._device.accesses
         result.lane, result.is_loaded = Lane.DISK_READ, True
 
@@ -164,18 +218,8 @@ class StashesOnDisk:
 
         accesses.give(Lane.DISK_READ, lambda: accesses.write(result.place))[0]()  # noted now: the thread may come to it too late
         result.arrival = _Loading(self, stats, self._reader.submit(work))
-        self._loaded.append((size, result))
+        self.window.loaded(size, result)
         return result
-
-    def _free_uploaded(self, size: int) -> None:
-        """Wait until what was read, and given to a lane to be copied, leaves room for `size` bytes more."""
-        while self._loaded and size + sum(each for each, _ in self._loaded) > self._window:
-            value = self._loaded[0][1]
-            if value.arrival is not None:
-                return  # its copy comes later in the program, which reads no more ahead than there is memory for
-            self._loaded.popleft()
-            if (copied := value.readers.get(Lane.H2D)) is not None:
-                self._device.wait_on_host(copied)
 
     def wait_for(self, ticket: DiskTicket, stats: Stats) -> None:
         start = self._device.now()
@@ -188,8 +232,7 @@ class StashesOnDisk:
             for worker in self.workers:
                 worker.settle()
         finally:
-            self._under_way.clear()
-            self._loaded.clear()
+            self.window.clear()
 
     def _write(self, tensors: Sequence[torch.Tensor], extent: StashExtent) -> list[StoredTensor]:
         """Write tensors, each once (lane disk_write). Returns when they are written."""

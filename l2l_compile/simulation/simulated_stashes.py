@@ -22,7 +22,7 @@ class SimulatedStashes(StashesOnDisk):
         self._clocks = device.clocks
 
     def begin_forward(self, sizes: Sequence[int]) -> StashExtent | None:
-        self._set_window(sizes)
+        self.window.begin_forward(sizes)
         return StashExtent(0, sum(sizes)) if sizes else None
 
     def _check_store(self) -> None:

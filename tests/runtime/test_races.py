@@ -38,7 +38,7 @@ ELSEWHERE = {
 NO_RACE = {
     "runtime.runner.Runner._meanwhile: self.engine.device.synchronize()": "raises what failed on a lane",
     "host.server.ParameterServer.collect: self._in_flight.popleft().last.wait()": "bounds the memory of gradients",
-    "runtime.stored_stashes.StashesOnDisk._free_uploaded: self._device.wait_on_host(copied)": "bounds the memory of stashes",
+    "runtime.stored_stashes.StashesOnDisk.get: self._device.wait_on_host(copied)": "bounds the memory of stashes",
     "runtime.stored_stashes.StashesOnDisk.recover: worker.settle()": "drops what failed, and has nothing of a lost step under way",
     "host.updates.overlapped.OverlappedUpdates.place: self.synchronize()": "a parameter that is replaced has waited by then",
     "host.updates.deferred_updates.DeferredUpdates.wait: super().wait(parameters)": "raises what failed, and waits for nothing",

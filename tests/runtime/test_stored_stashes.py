@@ -231,13 +231,11 @@ def test_host_memory_does_not_grow_with_depth(tmp_path, threaded):
 def test_a_slow_disk_is_waited_for_with_few_stashes_in_memory(tmp_path, threaded, monkeypatch):
     """Never more than the window are being written, and none is read far ahead."""
     most, put = [], StashesOnDisk.put
-    monkeypatch.setattr(
-        StashesOnDisk, "put", lambda self, *given: (put(self, *given), most.append(sum(size for size, _ in self._under_way)))[0]
-    )
+    monkeypatch.setattr(StashesOnDisk, "put", lambda self, *given: (put(self, *given), most.append(self.window.being_written))[0])
     with slow_disk(Faults(rate=2e7)):
         loop = Loop(12, stash="disk", disk=tmp_path)
         loop.step()
-    assert len(most) > 8 and max(most) <= loop.on_disk._window * 2 // 3, "behind each, one more has room"
+    assert len(most) > 8 and max(most) <= loop.on_disk.window.bytes * 2 // 3, "behind each, one more has room"
 
 
 def test_the_budget_counts_the_buffers_of_stashes(tmp_path, threaded):
