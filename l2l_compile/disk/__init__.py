@@ -1,1 +1,1 @@
-"""The disk tier: parameters and optimizer state in an unnamed file, moved by direct transfers, and a ring of chunks of them."""
+"""The disk tier: parameters, optimizer state and stashes in files, moved by direct transfers, and files of the user that are read in place."""

@@ -148,8 +148,7 @@ class DiskFile:
             return is_seen and count == PROBED and mapping[:] == memory[:]
 
     def _use_page_cache(self, why: str) -> None:
-        flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        use_page_cache(self.descriptor)
         self.direct = False
         _say_buffered(self.folder, why)
 
@@ -157,6 +156,11 @@ class DiskFile:
 PARAMETERS = "parameters and optimizer state"
 LOST = "Parameters are incomplete: load the last checkpoint in a new process"
 RESUMES = "This step is incomplete: a new process resumes from the last complete one (l2l_compile.resume)"
+
+
+def use_page_cache(descriptor: int) -> None:
+    """Have transfers of a file go through the page cache from now on."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _say_buffered(folder: str, why: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from l2l_compile.disk.disk_file import PAGE, whole_pages
+from l2l_compile.disk.disk_file import PAGE, use_page_cache, whole_pages
 from l2l_compile.disk.disk_threads import DiskThreads
 from l2l_compile.disk.mapped_parts import map_part, reserved
 from l2l_compile.disk.stored_range import ReadableStore, StoredRange, memory_at, reader_threads
 from l2l_compile.disk.striped_file import BLOCK
-from l2l_compile.disk.written_pages import OF_FILES, written_pages
+from l2l_compile.disk.written_pages import OF_FILES, check_says_what_is_written, written_pages
 from l2l_compile.errors import DiskError
 from l2l_compile.memory.pages import pages
 from l2l_compile.user_line import warn
@@ -104,8 +103,7 @@ class FileInPlace:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._is_direct:
                 raise
-            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            use_page_cache(self._descriptor)
             self._is_direct = False
         if not self._is_direct:
             warn(
@@ -206,6 +204,5 @@ def stores_in_place(paths: Iterable[Path]) -> Mapping[Path, StoreInPlace]:
     readers = reader_threads(len(devices))
     for file in files.values():
         file.queue = devices.index(file.device)
-    page = pages(PAGE, "a page of the process")
-    written_pages(page.data_ptr(), PAGE, OF_FILES)  # raises here what a step would meet
+    check_says_what_is_written(OF_FILES)  # raises here what a step would meet
     return {path: StoreInPlace(file, readers) for path, file in files.items()}

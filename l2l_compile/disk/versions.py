@@ -28,7 +28,7 @@ from l2l_compile.disk.run_files import DATA, HEADER, PartOfRun, remove_parts
 from l2l_compile.disk.stored_range import StoredRange, StoredSpan
 from l2l_compile.disk.striped_file import BLOCK, Extent, StripedFile
 from l2l_compile.disk.versioned_range import StoredPlace, StoreWithPlaces, VersionedRange
-from l2l_compile.disk.written_pages import is_written
+from l2l_compile.disk.written_pages import OF_A_VERSION, check_says_what_is_written, is_written
 from l2l_compile.memory.finalizers import members, taken
 from l2l_compile.memory.pages import huge_pages
 
@@ -248,13 +248,17 @@ class VersionedStore(StoreWithPlaces):
     # ---- versions ------------------------------------------------------------------------------------------------------
 
     def make_room_for_a_version(self) -> None:
-        """A further place for each tensor that a version is to keep. Raises `DiskError` if a disk, of any rank, is full: nothing is changed."""
+        """A further place for each tensor that a version is to keep. No write is under way.
+
+        Raises `DiskError` if a disk, of any rank, is full: nothing is changed.
+        """
         if self._among is None:
             self._make_room()
         else:
             self._among.together(self._make_room)
 
     def _make_room(self) -> None:
+        check_says_what_is_written(OF_A_VERSION)
         with self.guard:
             ranges = self._living()
             needed = Counter[int]()

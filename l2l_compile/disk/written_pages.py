@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 
 import torch
@@ -36,9 +38,24 @@ def written_pages(address: int, size: int, remedy: str = OF_A_VERSION) -> torch.
             os.close(descriptor)
     except OSError as error:
         raise DiskError(f"{_PATH}: {error.strerror or error} while {remedy}") from error
-    if entries == bytes(
-        len(entries)
-    ):  # nothing has looked into the mapping: quickly said, as it is so where a device has the weights
+    if entries == bytes(len(entries)):  # nothing has looked into the mapping, as where a device has the weights: quickly said
         return torch.zeros(size // PAGE, dtype=torch.bool)
     pages = torch.frombuffer(bytearray(entries), dtype=torch.int64)
     return ((pages < 0) & ((pages & _OF_A_FILE) == 0)) | ((pages & _SWAPPED) != 0)
+
+
+def check_says_what_is_written(remedy: str) -> None:
+    """Raise `DiskError` where the system does not say which pages are written, so that writes would be missed in silence."""
+    descriptor = os.memfd_create("l2l-page", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, PAGE)
+        with mmap.mmap(descriptor, PAGE, flags=mmap.MAP_PRIVATE) as page:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+            page[0]
+            before = is_written(address, PAGE, remedy)
+            page[0] = 1
+            after = is_written(address, PAGE, remedy)
+    finally:
+        os.close(descriptor)
+    if before or not after:
+        raise DiskError(f"{_PATH} does not show a write into a page: no answer while {remedy}")

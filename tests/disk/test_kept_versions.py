@@ -25,6 +25,8 @@ from slow_disk import Faults, slow_disk
 
 
 def keep(store, tensor, version):
+    """As updates do it: behind the writes of the step, which decide how much room there is."""
+    await_writes(tensor)
     store.make_room_for_a_version()
     commit(store, tensor)
     store.keep(version)

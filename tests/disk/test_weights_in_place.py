@@ -359,6 +359,16 @@ def test_a_system_that_hides_its_pages_is_refused(folder, monkeypatch):
     assert all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.parametrize("entry", [0, 1 << 63 | 1 << 61, 1 << 63], ids=["nothing", "all of files", "all written"])
+def test_a_system_that_does_not_say_what_is_written_is_refused(entry, folder, monkeypatch):
+    """Writes would be missed in silence."""
+    monkeypatch.setattr(written_pages.os, "pread", lambda _, size, __: entry.to_bytes(8, "little") * (size // 8))
+    model = Weights(SHAPES)
+    with pytest.raises(DiskError, match="does not show a write into a page: no answer while writes into weights in place"):
+        l2l_compile.load_pretrained(model, folder, in_place=True)
+    assert all(p.is_meta for p in model.parameters())
+
+
 def test_a_file_in_place_cannot_be_written(folder, tmp_path):
     """By a transfer of another store, as of one that trains; nor through the descriptor."""
     tensor = in_place(folder, *SHAPES)[0]
