@@ -127,6 +127,11 @@ class Options:
         return self.disk is not None and self.mode.is_overlapped
 
     @property
+    def disks(self) -> int:
+        """Folders over which what is on disk is striped; 1 without the option `disk`."""
+        return len(self.disk or ("",))
+
+    @property
     def keeps_activations(self) -> bool:
         """Whether forward may keep what it computes inside of layers."""
         return self.keep != 0 or self.keep_on_host != 0

@@ -113,11 +113,11 @@ class Remedies:
         if settings.precision == "fp32":
             yield lambda: self._try(replace(settings, precision="bf16"))
         if settings.disk is None and MODES[settings.update].is_overlapped and trial.fit.too_large("host"):
-            yield lambda: self._on_a_disk(settings)
+            yield lambda: self._with_what_it_takes(replace(settings, disk=_DISK))
         if settings.optimizer != "sgd" and trial.fit.too_large("host"):
             yield lambda: self._try(replace(settings, optimizer="sgd"))
         if settings.accumulate != 1 and trial.fit.too_large("host"):
-            yield lambda: self._without_accumulation(settings)
+            yield lambda: self._with_what_it_takes(replace(settings, accumulate=1))
         if workload.rows > 1:
             yield lambda: self._fewer_rows(settings)
         if workload.tokens is not None and trial.fit.too_large("device"):
@@ -125,14 +125,12 @@ class Remedies:
         if workload.can_adapt and settings.lora is None:
             yield lambda: self._try(replace(settings, lora=_RANK))
 
-    def _on_a_disk(self, settings: Settings) -> Trial | None:
-        """With stashes there as well if that is needed."""
-        trial = self._try(replace(settings, disk=_DISK))
-        return self._same_training(trial) if trial is not None else None
+    def _with_what_it_takes(self, settings: Settings) -> Trial | None:
+        """These settings, with changes that leave the training as it is if those are needed too, such as stashes on a disk that is given now.
 
-    def _without_accumulation(self, settings: Settings) -> Trial | None:
-        """With `update="in_backward"` if that is needed: it keeps gradients only where several backward calls add to them."""
-        trial = self._try(replace(settings, accumulate=1))
+        One backward call in a step may need `update="in_backward"`, which keeps gradients only where several backward calls add to them.
+        """
+        trial = self._try(settings)
         return self._same_training(trial) if trial is not None else None
 
     def _fewer_rows(self, settings: Settings) -> Trial | None:

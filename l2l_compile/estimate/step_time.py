@@ -145,7 +145,7 @@ class _StepTimer:
         self.device = SimpleNamespace(kept={}, keeps_slabs=machine.overlaps, lanes=lanes, free=lambda tensors: None)
         self.links = links_of(layout, stage, machine, messages, self.clocks)
         self.stashes = StashTimes(self.clocks)
-        self.clocks.disks = len(options.disk or ("",))
+        self.clocks.disks = options.disks
         if rank.disk is not None:
             check_is_timed(rank.disk, options, self.machine)
         if options.goes_by_turns and options.delay:

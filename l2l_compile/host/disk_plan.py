@@ -166,7 +166,7 @@ def disk_plan(options: Options, largest: int, stashes: int = 0) -> DiskPlan:
         late=frozenset(own[i] for i in are_late),
         late_gradients=sum(gradients[i] for i in are_late),
         stashes=stashes,
-        disks=len(options.disk or ("",)),
+        disks=options.disks,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -26,9 +25,7 @@ from l2l_compile.options import folders_of
 from l2l_compile.ranks.sharded import is_sharded, local, sharded_as
 
 
-def store_for(
-    model: nn.Module, disk: str | Path | Sequence[str | Path], in_place: Mapping[int, MappedWeight] = MappingProxyType({})
-) -> DiskStore:
+def store_for(model: nn.Module, disk: str | Path | Sequence[str | Path], in_place: Mapping[int, MappedWeight]) -> DiskStore:
     """A file in a folder, or striped over several, with room for the parameters on the meta device that are not read in place.
 
     Raises `DiskError` and `L2LError`; the model is as it was.
@@ -51,7 +48,7 @@ def store_for(
     return store
 
 
-def give_memory(model: nn.Module, store: DiskStore | None, in_place: Mapping[int, MappedWeight] = MappingProxyType({})) -> None:
+def give_memory(model: nn.Module, store: DiskStore | None, in_place: Mapping[int, MappedWeight]) -> None:
     """Give every tensor on the meta device memory: its file, if it is read in place, the store if there is one, for a large parameter, or the host.
 
     It stays the same object, so ties and optimizers stay valid. Raises `DiskError`.

@@ -112,7 +112,7 @@ class SimulatedLoop:
         updates, state_bytes = self.session.server.updates, setting.state_bytes
         if isinstance(updates, OverlappedUpdates) and isinstance(updates._step, CompiledStep):
             updates._step = self._step_of_updates(state_bytes)  # type: ignore[assignment]
-        self.device.clocks.disks = len(options.disk or ("",))
+        self.device.clocks.disks = options.disks
         if options.stash == "disk":
             self.session.stashes_on_disk = SimulatedStashes(self.device, self._worker)
         if options.stores_parameters:

@@ -46,7 +46,7 @@ class DelayedUpdates(UpdatesInForward):
 
     # ---- called on the user's thread ---------------------------------------------------------------------------------
 
-    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+    def begin_forward(self, parameters: Sequence[Parameter], to_train: bool) -> PendingBackward | None:
         """Evaluation reads the newest weights."""
         if not to_train:
             self.synchronize()

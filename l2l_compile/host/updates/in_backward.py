@@ -55,12 +55,11 @@ class UpdatesInBackward(DeferredUpdates):
         super().describe(stats)
         stats.gradient_squares = None if self._norm is None else self._norm * self._norm
 
-    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+    def begin_forward(self, parameters: Sequence[Parameter], to_train: bool) -> PendingBackward | None:
         if not self._late or self.has_begun_to_update():
             self.synchronize()
-        if self.has_begun_to_update() and not self.ledger.trained.isdisjoint(read := set(parameters)):
+        if self.has_begun_to_update() and not self.ledger.trained.isdisjoint(parameters):
             self._say_that_updates_are_early()
-            parameters = read
         return super().begin_forward(parameters, to_train)
 
     def synchronize(self) -> None:

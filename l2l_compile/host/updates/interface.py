@@ -94,7 +94,7 @@ class Updates:
     def forget(self, pending: PendingBackward | None = None) -> None:
         """After a failure: drop the gradients of the failed step. No backward of the forward `pending` will run."""
 
-    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+    def begin_forward(self, parameters: Sequence[Parameter], to_train: bool) -> PendingBackward | None:
         """A forward through these parameters begins. Returns its pending backward; None if all gradients go to `p.grad`."""
         return None
 

@@ -119,7 +119,7 @@ class OverlappedUpdates(AskedByTheLoop, Updates):
         """The ranks among which the optimizer's parameters, frozen or not, are sharded; None for one rank (any thread)."""
         return ranks_among(parameters_of(self.optimizer))
 
-    def begin_forward(self, parameters: Iterable[Parameter], to_train: bool) -> PendingBackward | None:
+    def begin_forward(self, parameters: Sequence[Parameter], to_train: bool) -> PendingBackward | None:
         """None also if no backward may follow, or if the optimizer has none of the parameters. Raises `L2LError`."""
         self._carry_writes()
         if not to_train:
