@@ -55,6 +55,23 @@ def matrices(shards: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDTH), *layers, nn.Linear(widths[-1], 3))
 
 
+class Adapted(nn.Module):
+    """Frozen matrices of 16 bits, trained matrices of low rank beside them."""
+
+    def __init__(self, width: int = 768):
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(3))
+        self.base.requires_grad_(False)
+        self.low, self.high = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((width, 4), (4, width)))
+        self.first = nn.Linear(5, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for base, low, high in zip(self.base, self.low, self.high, strict=True):
+            x = x + torch.tanh(base(x.to(base.weight.dtype)).to(x.dtype) + high(low(x)))
+        return x
+
+
 class WithLoss(nn.Module):
     """The same model with its loss, as stages of a pipeline have it."""
 

@@ -15,7 +15,7 @@ from l2l_compile.disk.disk_store import range_of
 from l2l_compile.host import disk_plan
 from models import compiled
 from slow_disk import Faults, slow_disk
-from stored_training import LAYERS, SLOW, WIDTH, Training, matrices, same, training
+from stored_training import LAYERS, SLOW, WIDTH, Adapted, Training, matrices, same, training
 
 MODES = {
     "in_backward": {"update": "in_backward"},
@@ -133,23 +133,6 @@ def test_one_entry_that_is_loaded_between_steps_is_trained(mode, folder, tmp_pat
     expected = trained(None)
     with slow_disk(Faults(rate=QUICKER)):
         assert same(expected, trained(tmp_path))
-
-
-class Adapted(nn.Module):
-    """Frozen matrices of 16 bits, trained matrices of low rank beside them."""
-
-    def __init__(self, width: int = 768):
-        super().__init__()
-        self.base = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(3))
-        self.base.requires_grad_(False)
-        self.low, self.high = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((width, 4), (4, width)))
-        self.first = nn.Linear(5, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for base, low, high in zip(self.base, self.low, self.high, strict=True):
-            x = x + torch.tanh(base(x.to(base.weight.dtype)).to(x.dtype) + high(low(x)))
-        return x
 
 
 @pytest.mark.parametrize("option", [False, True], ids=["without the option", "with the option"])

@@ -18,7 +18,7 @@ from l2l_compile.disk.disk_store import has_place, is_in_place
 from l2l_compile.disk.file_in_place import FileInPlace
 from l2l_compile.host import disk_plan, enough_memory
 from models import compiled
-from stored_training import LAYERS, WIDTH, Training, matrices, same, training
+from stored_training import LAYERS, WIDTH, Adapted, Training, matrices, same, training
 
 MODES = {
     "in_backward": {"update": "in_backward"},
@@ -27,23 +27,6 @@ MODES = {
 }
 MATRIX = WIDTH * WIDTH * 4
 BASE = 768 * 768 * 2
-
-
-class AdaptedInPlace(nn.Module):
-    """Frozen matrices of 16 bits, trained matrices of low rank beside them."""
-
-    def __init__(self, width: int = 768):
-        super().__init__()
-        self.base = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(3))
-        self.base.requires_grad_(False)
-        self.low, self.high = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((width, 4), (4, width)))
-        self.first = nn.Linear(5, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for base, low, high in zip(self.base, self.low, self.high, strict=True):
-            x = x + torch.tanh(base(x.to(base.weight.dtype)).to(x.dtype) + high(low(x)))
-        return x
 
 
 def saved(model: nn.Module, folder: Path) -> Path:
@@ -55,7 +38,7 @@ def saved(model: nn.Module, folder: Path) -> Path:
 @pytest.fixture
 def base(tmp_path) -> Path:
     torch.manual_seed(0)
-    return saved(AdaptedInPlace(), tmp_path / "base")
+    return saved(Adapted(), tmp_path / "base")
 
 
 @pytest.fixture
@@ -67,10 +50,10 @@ def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-def adapted(base: Path, in_place: bool) -> AdaptedInPlace:
+def adapted(base: Path, in_place: bool) -> Adapted:
     torch._dynamo.reset()
     with torch.device("meta"):
-        model = AdaptedInPlace()
+        model = Adapted()
     l2l_compile.load_pretrained(model, base, in_place=in_place)
     assert [is_in_place(layer.weight) for layer in model.base] == [in_place] * 3
     return model
@@ -125,11 +108,11 @@ def test_calls_without_gradients_read_weights_in_place(base):
     assert all(torch.equal(found[0], each) for each in found)
 
 
-def changed_data(model: AdaptedInPlace) -> None:
+def changed_data(model: Adapted) -> None:
     model.base[1].weight.data[700, 3] += 2.0
 
 
-def merged(model: AdaptedInPlace) -> None:
+def merged(model: Adapted) -> None:
     """As `merge_and_unload` of an adapter."""
     for layer, low, high in zip(model.base, model.low, model.high, strict=True):
         layer.weight.data += (high.weight @ low.weight).to(layer.weight.dtype)
