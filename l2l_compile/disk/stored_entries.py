@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from l2l_compile.disk.disk_file import PAGE, whole_pages
 from l2l_compile.disk.disk_store import DiskStore, await_writes, place_of, range_of
 from l2l_compile.disk.disk_threads import Transfer
-from l2l_compile.disk.stored_range import StoredRange, StoredSpan, memory_at
+from l2l_compile.disk.stored_range import ReadableStore, StoredRange, StoredSpan
 from l2l_compile.disk.striped_file import BLOCK
 from l2l_compile.memory.pages import huge_pages, pages
 
@@ -136,12 +136,26 @@ def sample(tensors: Sequence[torch.Tensor], generation: int, runs: int = _SAMPLE
 
     All tensors have as many entries; some may be in memory. Raises `DiskError`.
     """
-    run = PAGE // min(t.element_size() for t in tensors)
-    count = tensors[0].numel() // run
-    stride = max(1, count // runs)
-    begins = [number * run for number in range(generation % stride, count, stride)]
-    positions = (torch.tensor(begins, dtype=torch.int64)[:, None] + torch.arange(run)).view(-1)
-    return positions, [torch.cat([torch.empty(0, dtype=t.dtype), *(_run(t, begin, run) for begin in begins)]) for t in tensors]
+    return samples([tensors], generation, runs)[0]
+
+
+def samples(
+    groups: Iterable[Sequence[torch.Tensor]], generation: int, runs: int = _SAMPLED
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """`sample` of each group of tensors. All pages are read at a time, before what updates read: one wait for the disk and not one for each."""
+    asked, found = [], _Runs()
+    for tensors in groups:
+        run = PAGE // min(t.element_size() for t in tensors)
+        count = tensors[0].numel() // run
+        stride = max(1, count // runs)
+        begins = [number * run for number in range(generation % stride, count, stride)]
+        positions = (torch.tensor(begins, dtype=torch.int64)[:, None] + torch.arange(run)).view(-1)
+        asked.append((positions, [(t.dtype, [found.add(t, begin, run) for begin in begins]) for t in tensors]))
+    found.read()
+    return [
+        (positions, [torch.cat([torch.empty(0, dtype=dtype), *(take() for take in takes)]) for dtype, takes in of_tensors])
+        for positions, of_tensors in asked
+    ]
 
 
 def some_entries(tensor: torch.Tensor, generation: int, runs: int = _SAMPLED) -> torch.Tensor:
@@ -149,17 +163,41 @@ def some_entries(tensor: torch.Tensor, generation: int, runs: int = _SAMPLED) ->
     return sample([tensor], generation, runs)[1][0]
 
 
-def _run(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Entries of a tensor, one behind the other in its memory or its file."""
-    own = tensor.detach()
-    part = own.as_strided((count,), (1,), int(own.storage_offset()) + start)
-    if range_of(part) is None:
-        return part
-    found, first, last, before = pages_around(part)
-    buffer = found.bytes_in_flight(first, last - first)
-    if buffer is None:
+class _Runs:
+    """Runs of entries of tensors, one behind the other in the memory or the file of each, that are read together."""
+
+    def __init__(self) -> None:
+        self._spans: defaultdict[ReadableStore, list[StoredSpan]] = defaultdict(list)
+        self._size = 0
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def add(self, tensor: torch.Tensor, start: int, count: int) -> Callable[[], torch.Tensor]:
+        """Ask for `count` entries from `start` on. What is returned gives them, behind `read`. Raises `DiskError`."""
+        own = tensor.detach()
+        part = own.as_strided((count,), (1,), int(own.storage_offset()) + start)
+        if range_of(part) is None:
+            return lambda: part
+        found, first, last, before = pages_around(part)
+        in_flight = found.bytes_in_flight(first, last - first)
+        if in_flight is not None:
+            return lambda: in_flight[before : before + part.nbytes].view(part.dtype)
         found.await_writes(first, last)
-        buffer = pages(last - first, "a sample of a parameter on disk")
-        found.read(memory_at(buffer, 0, last - first), first)
-        found.store.count_read(last - first)
-    return buffer[before : before + part.nbytes].view(part.dtype)
+        at = self._size
+        self._spans[found.store].append(StoredSpan(found, first, last - first, at))
+        self._size += last - first
+        return lambda: self._buffer[at + before : at + before + part.nbytes].view(part.dtype)
+
+    def read(self) -> None:
+        """Read what was asked for, and is on a disk. Raises `DiskError`."""
+        if not self._size:
+            return
+        self._buffer = pages(self._size, "samples of parameters on disk")
+        reading = [store.read(spans, self._buffer, is_update=False) for store, spans in self._spans.items()]
+        try:
+            for transfer in reading:
+                transfer.wait()
+        finally:
+            for transfer in reading:  # an error of one, or of a signal's handler: the others still write into the buffer
+                transfer.settle()
+        for store, spans in self._spans.items():
+            store.count_read(sum(span.size for span in spans))

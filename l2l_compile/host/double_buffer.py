@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from l2l_compile.errors import L2LError
-from l2l_compile.host.wire import Copy, Ready, Wire, Wires, identity, no_waiter, same_sample, written_values
+from l2l_compile.host.wire import Copy, Ready, Wire, Wires, identity, no_waiter, same_samples, written_values
 from l2l_compile.memory.address import address
 from l2l_compile.memory.pages import PinnedMemory
 from l2l_compile.races import Place, Unwatched
@@ -246,17 +246,26 @@ class DelayedWires(Wires):
         With `sampled`, finds writes that PyTorch does not record as well (see `Copy.refresh`). Parameters that no update has
         written are copied in every forward.
         """
+        known = self._known(versions, sampled)
         for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True)):
-            if owner in self.updating or not (sampled or owner in self._updated):
-                continue
-            known = owner in self._updated and versions.identity[position] == identity(parameter)
-            if known and not (sampled and not same_sample(versions.newest(position), parameter, self._turn)):
+            if owner in self.updating or not (sampled or owner in self._updated) or position in known:
                 continue
             self._accesses.read_parameters([owner])
             for places in versions.places:
                 self._accesses.write(places[position])
             before = self._restored(parameter, owner, versions.dtypes[position])
             versions.set(position, written_values(parameter), before)
+
+    def _known(self, versions: _Versions, sampled: bool) -> set[int]:
+        """Positions of the parameters that nothing but updates has written, by all that is looked at."""
+        pairs = {
+            position: (versions.newest(position), parameter)
+            for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True))
+            if owner in self._updated and owner not in self.updating and versions.identity[position] == identity(parameter)
+        }
+        if not sampled:
+            return set(pairs)
+        return {position for position, is_same in zip(pairs, same_samples(pairs.values(), self._turn), strict=True) if is_same}
 
     # ---- called by updates -------------------------------------------------------------------------------------------
 

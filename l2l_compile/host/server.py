@@ -20,7 +20,6 @@ from l2l_compile.host.double_buffer import DelayedWires
 from l2l_compile.host.enough_memory import check_enough_memory
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.host.hooks import optimizers_of, remove_left
-from l2l_compile.host.stored_copies import StoredCopies
 from l2l_compile.host.updates.classes import CLASSES
 from l2l_compile.host.updates.delayed import DelayedUpdates
 from l2l_compile.host.updates.gradient_ledger import Parameter, PendingBackward, Pushed
@@ -170,7 +169,11 @@ class ParameterServer:
             await_writes(local(weights[i]))
         if self.device.pinned.budget != 0:  # else nothing is page-locked, as on the host
             self.device.lock([weights[i] for i in loose if self._is_locked(step, segment, i)])
-        copies = {i: copies.load(weights[i], segment.block.weights[i].dtype) for i, copies in stored.items()}
+        copies = {}
+        if stored:
+            assert self.updates.stored_copies is not None
+            dtypes = [segment.block.weights[i].dtype for i in stored]
+            copies = dict(zip(stored, self.updates.stored_copies.load([weights[i] for i in stored], dtypes), strict=True))
         return wire, [copies.get(i, weight) for i, weight in enumerate(weights) if i not in copied]
 
     def await_updates(self, step: Step, segment: Segment) -> None:
@@ -185,12 +188,12 @@ class ParameterServer:
         stored = self._stored(step, segment)
         return [i for i in on_wire(segment, step.rows.bindings, self.options) if i not in stored]
 
-    def _stored(self, step: Step, segment: Segment) -> dict[int, StoredCopies]:
-        """Positions of the weights of a segment whose copies for the link are on disk, with what has these."""
+    def _stored(self, step: Step, segment: Segment) -> list[int]:
+        """Positions of the weights of a segment whose copies for the link are on disk."""
         if (stored := self.updates.stored_copies) is None:
-            return {}
+            return []
         positions = on_wire(segment, step.rows.bindings, self.options)
-        return {i: stored for i in positions if stored.has(step.given[segment.weights[i].owner])}
+        return [i for i in positions if stored.has(step.given[segment.weights[i].owner])]
 
     def _is_locked(self, step: Step, segment: Segment, position: int) -> bool:
         """Whether a weight that crosses the link from its own memory is to be page-locked there."""

@@ -6,13 +6,13 @@ staging buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.disk.stored_entries import write_entries
-from l2l_compile.host.wire import Copy, Wires, same_sample, written_values
+from l2l_compile.host.wire import Copy, Wires, same_sample, same_samples, written_values
 
 
 class StoredCopy(Copy):
@@ -25,10 +25,12 @@ class StoredCopy(Copy):
         self._of = None
         return False
 
-    def refresh(self, generation: int) -> Iterator[int]:
+    def refresh(self, generation: int, is_same: bool | None = None) -> Iterator[int]:
         """As `Copy.refresh`. A copy that a forward has made counts as one that an update has written: to make it again takes a disk long."""
         self.generation = generation
-        if not (self.unchanged() and same_sample(self.view, self.parameter, generation)):
+        if is_same is None:
+            is_same = self.may_be_kept() and same_sample(self.view, self.parameter, generation)
+        if not is_same:
             write_entries(self.view.view(-1), 0, written_values(self.parameter))
             self.written()
         yield self.view.numel()
@@ -54,13 +56,17 @@ class StoredCopies:
         """A plan says anew which copies are on disk: drop those that are in memory. No update is under way."""
         self._wires.drop()
 
-    def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The copy of a parameter, or of a slice of one, with its values at the beginning of this forward (h2d lane). Raises `DiskError`."""
-        copy = self._copy_of(parameter, dtype)
-        if copy.generation != self._wires.generation:
-            for _ in copy.refresh(self._wires.generation):
+    def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Copies of parameters, or of slices, with their values at the beginning of this forward (h2d lane). Raises `DiskError`."""
+        generation = self._wires.generation
+        copies = [self._copy_of(parameter, dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)]
+        of_earlier = dict.fromkeys(copy for copy in copies if copy.generation != generation)
+        kept = [copy for copy in of_earlier if copy.may_be_kept()]
+        same = dict(zip(kept, same_samples([(c.view, c.parameter) for c in kept], generation), strict=True))
+        for copy in of_earlier:
+            for _ in copy.refresh(generation, same.get(copy)):
                 pass
-        return await_writes(copy.view)
+        return [await_writes(copy.view) for copy in copies]
 
     def _copy_of(self, parameter: torch.Tensor, dtype: torch.dtype) -> StoredCopy:
         key = id(parameter), dtype

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from l2l_compile.disk.disk_store import await_writes, range_of
-from l2l_compile.disk.stored_entries import sample
+from l2l_compile.disk.stored_entries import samples
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.segments import Segment
@@ -115,8 +115,10 @@ class Wire:
         Calls `ready` for one chunk after another, as soon as it is up to date: for all bytes in the end.
         """
         sent = 0
+        on_disk = [copy for copy in self.copies if is_read_from_disk(copy.view, copy.parameter) and copy.may_be_kept()]
+        same = dict(zip(on_disk, same_samples([(c.view, c.parameter) for c in on_disk], generation), strict=True))
         for copy, (start, _) in zip(self.copies, self.spans, strict=True):
-            for entries in copy.refresh(generation):
+            for entries in copy.refresh(generation, same.get(copy)):
                 now = start + entries * copy.view.element_size()
                 if now - sent >= CHUNK:
                     ready(self, sent, now)
@@ -154,15 +156,23 @@ class Copy:
         self.view.copy_(other.view if other.view.dtype is self.view.dtype else written_values(self.parameter))
         return True
 
-    def refresh(self, generation: int) -> Iterator[int]:
+    def may_be_kept(self) -> bool:
+        """Whether the copy was written with the parameter, and PyTorch knows of no write since."""
+        return self._written and self.unchanged()
+
+    def refresh(self, generation: int, is_same: bool | None = None) -> Iterator[int]:
         """Copy the parameter, unless the copy was written with it and nothing was written since. Yields how many entries are up to date.
+
+        `is_same` says what `same_sample` of both is, if that is known.
 
         A write that PyTorch does not record (`p.data.mul_()`) is found by comparing every 251st entry, with another offset in
         every generation: no write to a run of 251 entries, a row or a column is missed. The next update finds smaller ones
         (see `kernel`).
         """
         self.generation = generation
-        if self._written and self.unchanged() and same_sample(self.view, self.parameter, generation):
+        if is_same is None:
+            is_same = self.may_be_kept() and same_sample(self.view, self.parameter, generation)
+        if is_same:
             yield self.view.numel()
             return
         source = written_values(self.parameter)
@@ -271,11 +281,24 @@ def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) ->
 
     Of a parameter or a copy on disk, a few whole pages: every 251st entry would be on every page of the file.
     """
-    master = local(parameter)
-    if range_of(master) is None and range_of(copy) is None:
-        return torch.equal(_some_entries(copy, generation), _some_entries(master, generation).to(copy.dtype))
-    _, (copied, entries) = sample([copy, master], generation)
-    return torch.equal(copied, entries.to(copy.dtype))
+    return same_samples([(copy, parameter)], generation)[0]
+
+
+def same_samples(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], generation: int) -> list[bool]:
+    """`same_sample` of copies and parameters. Those on disk are read at a time."""
+    given = [(copy, local(parameter)) for copy, parameter in pairs]
+    on_disk = [is_read_from_disk(copy, master) for copy, master in given]
+    found = iter(samples((pair for pair, is_there in zip(given, on_disk, strict=True) if is_there), generation))
+    same = []
+    for (copy, master), is_there in zip(given, on_disk, strict=True):
+        copied, entries = next(found)[1] if is_there else (_some_entries(each, generation) for each in (copy, master))
+        same.append(torch.equal(copied, entries.to(copied.dtype)))
+    return same
+
+
+def is_read_from_disk(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a sample of a copy and its parameter is read from a disk."""
+    return range_of(local(parameter)) is not None or range_of(copy) is not None
 
 
 def _some_entries(tensor: torch.Tensor, generation: int) -> torch.Tensor:

@@ -231,10 +231,11 @@ class SimulatedCopies(StoredCopies):
             lambda shape, dtype: put_on_disk(torch.empty(shape, dtype=dtype)), wires, lambda p: bool(store.copies_on_disk(p))
         )
 
-    def load(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        copy = self._copy_of(parameter, dtype)
-        copy.generation = self._wires.generation
-        return copy.view
+    def load(self, parameters: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        copies = [self._copy_of(parameter, dtype) for parameter, dtype in zip(parameters, dtypes, strict=True)]
+        for copy in copies:
+            copy.generation = self._wires.generation
+        return [copy.view for copy in copies]
 
 
 def bytes_on_disk(plan: DiskPlan) -> tuple[dict[Parameter, int], dict[Parameter, int]]:

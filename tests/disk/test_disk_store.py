@@ -16,13 +16,13 @@ import time
 import pytest
 import torch
 
-from l2l_compile import L2LError
+from l2l_compile import DiskError, L2LError
 from l2l_compile.disk.disk_store import DiskStore, await_writes, range_of, whole_spans
 from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads
 from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, sample, write_entries
 from l2l_compile.host.updates.deferred import DeferredWriteGuard
-from l2l_compile.host.wire import same_sample
-from l2l_compile.memory.pages import pages
+from l2l_compile.host.wire import Wire, same_sample, same_samples
+from l2l_compile.memory.pages import PinnedMemory, pages
 from slow_disk import Faults, holders, is_freed_within, slow_disk
 
 ENTRIES = 4 << 20  # 16 MiB
@@ -89,6 +89,41 @@ def test_samples_of_a_forward_read_few_pages(store):
     for generation in range(2):
         assert same_sample(given, tensor, generation)
     assert pages_in_memory(tensor) == 0 and store.read_bytes - read == 2 * 4 * mmap.PAGESIZE
+
+
+def test_samples_of_several_tensors_wait_for_one_transfer(store, monkeypatch):
+    """One behind the other, each would wait for the blocks of updates that are being read."""
+    given = [torch.randn(ENTRIES >> 4) for _ in range(5)]
+    stored = [moved_to_disk(store, each) for each in given]
+    transfers, read = [], store.read
+    monkeypatch.setattr(
+        store, "read", lambda spans, *rest, **how: transfers.append((len(spans), how)) or read(spans, *rest, **how)
+    )
+    stored[3].data.mul_(0.5)
+    assert same_samples(zip(given, stored, strict=True), 0) == [True, True, True, False, True]
+    assert transfers == [(5 * 4, {"is_update": False})]
+
+
+def test_a_wire_looks_at_what_is_on_disk_in_one_transfer(store, monkeypatch):
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    given = [torch.randn(ENTRIES >> 4) for _ in parameters]
+    for parameter, values in zip(parameters[:3], given, strict=False):
+        parameter.data = moved_to_disk(store, values)
+    parameters[3].data = given[3].clone()
+    wire = Wire(parameters, [torch.bfloat16] * 4, PinnedMemory(0, None, None))
+    wire.refresh(1)
+    for copy in wire.copies:
+        copy.written()
+    parameters[1].data.mul_(0.5)
+    parameters[3].data.mul_(0.5)
+    transfers, read = [], store.read
+    monkeypatch.setattr(store, "read", lambda spans, *rest, **how: transfers.append(len(spans)) or read(spans, *rest, **how))
+    wire.refresh(2)
+    assert transfers == [3 * 4]
+    assert all(
+        torch.equal(view, (values * factor).bfloat16())
+        for view, values, factor in zip(wire.views, given, (1, 0.5, 1, 0.5), strict=True)
+    )
 
 
 def test_samples_find_a_write_to_all_entries_in_each_forward(store):
@@ -171,6 +206,26 @@ def test_a_fork_waits_for_what_is_being_written(tmp_path):
             signal.alarm(5)
             os._exit(0 if torch.equal(await_writes(tensor), torch.full((20_000,), 3.0)) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_forked_process_reads_past_mappings_and_writes_nothing(store):
+    """It has no disk threads to wait for, and its parent's file."""
+    tensor = moved_to_disk(store, torch.full((20_000,), 3.0))
+    (span,), size = whole_spans([tensor])
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        code = 1
+        try:
+            store.read([span], buffer).wait()
+            with pytest.raises(DiskError, match="a forked process has the files of its parent in"):
+                store.write([span], buffer)
+            code = 0 if torch.equal(buffer[: tensor.nbytes].view(torch.float32), tensor) else 1
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert store.write([span], buffer.fill_(0)).wait() is None and not tensor.any(), "the parent goes on"
 
 
 def test_entries_are_written_behind_a_write_that_is_under_way(store, monkeypatch):

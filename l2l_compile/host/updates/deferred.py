@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from l2l_compile.disk.disk_store import range_of
-from l2l_compile.disk.stored_entries import some_entries
+from l2l_compile.disk.stored_entries import samples
 from l2l_compile.errors import L2LError
 from l2l_compile.host.updates.gradient_ledger import Parameter
 from l2l_compile.host.wire import identity
@@ -26,12 +26,13 @@ class DeferredWriteGuard:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Parameter]):
         self._optimizer = optimizer
-        self._before = {p: (identity(p), _some_entries(p), optimizer.state.get(p)) for p in parameters}
+        entries = _some_entries(parameters)
+        self._before = {p: (identity(p), found, optimizer.state.get(p)) for p, found in entries.items()}
 
     def check(self, parameters: Iterable[Parameter]) -> None:
         """Raise `L2LError` if one of these was written since, has new state, or was taken out of the optimizer."""
         there = set(parameters_of(self._optimizer))
-        for parameter in parameters:
+        for parameter, now in _some_entries(parameters).items():
             if parameter not in there:
                 raise L2LError(
                     f"a parameter of shape {tuple(parameter.shape)} was taken out of the optimizer while its update was still to come: "
@@ -43,17 +44,21 @@ class DeferredWriteGuard:
                     f"the optimizer's state of a parameter of shape {tuple(parameter.shape)} was replaced while its update was still to "
                     "come: call l2l_compile.synchronize(model) before you change optimizer.state"
                 )
-            if identity(parameter) != known or not torch.equal(_some_entries(parameter), entries):
+            if identity(parameter) != known or not torch.equal(now, entries):
                 raise L2LError(
                     f"a parameter of shape {tuple(parameter.shape)} was written while its update was still to come: "
                     "call l2l_compile.synchronize(model) before you write into parameters"
                 )
 
 
-def _some_entries(parameter: Parameter) -> torch.Tensor:
-    """The bytes of some entries, an odd number apart: from many rows and columns. Of a parameter on disk, its first page: each takes a read."""
-    if range_of(local(parameter)) is not None:
-        return some_entries(local(parameter), 0, runs=1).view(torch.uint8)
+def _some_entries(parameters: Iterable[Parameter]) -> dict[Parameter, torch.Tensor]:
+    """The bytes of some entries of each, an odd number apart: from many rows and columns. Of those on disk, the first page, read at a time."""
+    given = list(parameters)
+    on_disk = [p for p in given if range_of(local(p)) is not None]
+    read = dict(zip(on_disk, samples([[local(p)] for p in on_disk], 0, runs=1), strict=True))
+    return {p: (read[p][1][0] if p in read else _spread(p)).view(torch.uint8) for p in given}
+
+
+def _spread(parameter: Parameter) -> torch.Tensor:
     entries = local(parameter).detach().reshape(-1)
-    stride = entries.numel() // _ENTRIES | 1
-    return entries[::stride].clone().view(torch.uint8)
+    return entries[:: entries.numel() // _ENTRIES | 1].clone()
