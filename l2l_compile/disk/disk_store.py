@@ -97,6 +97,7 @@ class DiskStore(ReadableStore):
     def write(
         self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
     ) -> Transfer:
+        self._refuse_in_a_fork()
         awaited = [store.before_writes() for store in {span.range.store for span in spans}]
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
@@ -126,6 +127,13 @@ class DiskStore(ReadableStore):
         with self.guard:
             self.written_bytes += sum(whole_pages(span.size) for span in spans)
         return self._writers.submit(blocks_of(spans, block), begin, done)
+
+    def _refuse_in_a_fork(self) -> None:
+        if self._writers.is_in_a_fork:
+            raise DiskError(
+                f"a forked process has the files of its parent in {', '.join(self.file.folders)}, and does not write into them: train in the process "
+                "that compiled the model, or start the other one with multiprocessing's method 'spawn'"
+            )
 
     def write_block(self, buffer: memoryview, start: int) -> None:
         self.file.write(buffer, start)

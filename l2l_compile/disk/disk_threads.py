@@ -1,4 +1,7 @@
-"""Threads that move blocks between memory and files. The calls into the system hold no lock of Python (GIL)."""
+"""Threads that move blocks between memory and files. The calls into the system hold no lock of Python (GIL).
+
+A forked process has none of them: whoever gives blocks there moves them.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,12 @@ class _Queue:
 
 
 class DiskThreads:
-    """Queues with a few threads each, which take blocks in the order in which these were given, and urgent ones before others."""
+    """Queues with a few threads each, which take blocks in the order in which these were given, and urgent ones before others.
+
+    is_in_a_fork  whether the threads are those of the parent
+    """
+
+    is_in_a_fork = False
 
     def __init__(self, count: int, name: str, queues: int = 1):
         self._queues = [_Queue() for _ in range(queues)]
@@ -129,6 +137,9 @@ class DiskThreads:
         under_way.add(transfer)
         begin(transfer)
         for block in blocks:
+            if self.is_in_a_fork:
+                _move(block.work, transfer)
+                continue
             self._queues[block.queue % len(self._queues)].put((block.work, transfer), is_urgent)
         return transfer
 
@@ -145,14 +156,17 @@ class DiskThreads:
 
 def _loop(blocks: _Queue) -> None:
     while (item := blocks.get()) is not None:
-        work, transfer = item
-        error = None
-        try:
-            work()
-        except BaseException as failure:  # noqa: BLE001 - handed to whoever waits
-            error = failure
-        transfer.block_done(error)
-        del item, work, transfer, error
+        _move(*item)
+        del item
+
+
+def _move(work: Callable[[], None], transfer: Transfer) -> None:
+    error = None
+    try:
+        work()
+    except BaseException as failure:  # noqa: BLE001 - handed to whoever waits
+        error = failure
+    transfer.block_done(error)
 
 
 def _before_fork() -> None:
@@ -161,5 +175,10 @@ def _before_fork() -> None:
         group.settle()
 
 
+def _after_fork() -> None:
+    for group in members(_groups):
+        group.is_in_a_fork = True
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
