@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from l2l_compile.disk.disk_file import whole_pages
-from l2l_compile.disk.disk_threads import DiskThreads, Transfer
+from l2l_compile.disk.disk_threads import IN_A_FORK, DiskThreads, Transfer
 from l2l_compile.disk.mapped_parts import Addresses
 from l2l_compile.disk.stored_range import (
     STORED,
@@ -97,8 +97,7 @@ class DiskStore(ReadableStore):
     def write(
         self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
     ) -> Transfer:
-        self._refuse_in_a_fork()
-        awaited = [store.before_writes() for store in {span.range.store for span in spans}]
+        awaited = [_before_writes(store) for store in {span.range.store for span in spans}]
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             for wait in awaited:
@@ -128,12 +127,10 @@ class DiskStore(ReadableStore):
             self.written_bytes += sum(whole_pages(span.size) for span in spans)
         return self._writers.submit(blocks_of(spans, block), begin, done)
 
-    def _refuse_in_a_fork(self) -> None:
+    def refuse_in_a_fork(self) -> None:
+        """Raise `DiskError` in a process that was forked from the one that made this store."""
         if self._writers.is_in_a_fork:
-            raise DiskError(
-                f"a forked process has the files of its parent in {', '.join(self.file.folders)}, and does not write into them: train in the process "
-                "that compiled the model, or start the other one with multiprocessing's method 'spawn'"
-            )
+            raise DiskError(IN_A_FORK)
 
     def write_block(self, buffer: memoryview, start: int) -> None:
         self.file.write(buffer, start)
@@ -145,6 +142,11 @@ class DiskStore(ReadableStore):
         """Wait until everything is written. Raises the `DiskError` of a transfer that failed."""
         self._writers.settle()
         self.check()
+
+
+def _before_writes(store: ReadableStore) -> Callable[[], None]:
+    store.refuse_in_a_fork()
+    return store.before_writes()
 
 
 def range_of(tensor: torch.Tensor) -> StoredRange | None:

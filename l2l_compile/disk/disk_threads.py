@@ -1,6 +1,6 @@
 """Threads that move blocks between memory and files. The calls into the system hold no lock of Python (GIL).
 
-A forked process has none of them: whoever gives blocks there moves them.
+A forked process has none of them, and the files of its parent: there, whoever asks for urgent blocks moves them, and others are refused.
 """
 
 from __future__ import annotations
@@ -8,15 +8,22 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from l2l_compile.errors import DiskError
 from l2l_compile.memory.finalizers import members
 
 _LOOK = 0.2  # seconds
+_PATIENCE = 10.0  # seconds that a fork waits for transfers, of which each end may begin others
+IN_A_FORK = (
+    "a forked process has the disk files of its parent, and does not train on them: train in the process that compiled the model, or start the other "
+    "one with multiprocessing's method 'spawn'"
+)
 _groups: weakref.WeakSet[DiskThreads] = weakref.WeakSet()
 
 
@@ -53,6 +60,13 @@ class Transfer:
         while not self.is_done:
             if self._undone.acquire(timeout=_LOOK):
                 self._undone.release()
+
+    def abandon(self, error: BaseException) -> None:
+        """Nobody will do the blocks that are left: whoever waits gets an error."""
+        self.error, self._then = self.error or error, _nothing
+        if not self.is_done:
+            self.is_done = True
+            self._undone.release()
 
     def block_done(self, error: BaseException | None) -> None:
         """A block is done. `then` is called behind the last one, before `wait` returns (a disk thread)."""
@@ -124,7 +138,12 @@ class DiskThreads:
         *,
         is_urgent: bool = False,
     ) -> Transfer:
-        """Queue blocks, at least one. `begin` is called before the first one, and `then` behind the last one, on a disk thread."""
+        """Queue blocks, at least one. `begin` is called before the first one, and `then` behind the last one, on a disk thread.
+
+        Raises `DiskError` in a forked process, if they are not urgent.
+        """
+        if self.is_in_a_fork and not is_urgent:
+            raise DiskError(IN_A_FORK)
         under_way = self._under_way
 
         def leave(transfer: Transfer) -> None:
@@ -153,6 +172,13 @@ class DiskThreads:
         for transfer in self.under_way:
             transfer.settle()
 
+    def leave_to_the_parent(self) -> None:
+        """This is a forked process: what is under way is done in the parent."""
+        self.is_in_a_fork = True
+        for transfer in self.under_way:
+            transfer.abandon(DiskError(IN_A_FORK))
+        self._under_way.clear()
+
 
 def _loop(blocks: _Queue) -> None:
     while (item := blocks.get()) is not None:
@@ -170,14 +196,16 @@ def _move(work: Callable[[], None], transfer: Transfer) -> None:
 
 
 def _before_fork() -> None:
-    """Wait for all transfers: the forked process has no disk threads, so that it could not wait for them."""
-    for group in members(_groups):
-        group.settle()
+    """Wait for all transfers, also those that begin behind others."""
+    end = time.monotonic() + _PATIENCE
+    while any(group.under_way for group in members(_groups)) and time.monotonic() < end:
+        for group in members(_groups):
+            group.settle()
 
 
 def _after_fork() -> None:
     for group in members(_groups):
-        group.is_in_a_fork = True
+        group.leave_to_the_parent()
 
 
 if hasattr(os, "register_at_fork"):

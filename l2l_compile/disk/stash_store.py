@@ -125,6 +125,7 @@ class StashStore(DiskStore):
 
     def write_tensor(self, tensor: torch.Tensor, extent: StashExtent) -> StoredTensor:
         """Write a tensor of the host. Returns when all of it is on its way; `settle_writes` waits. Raises `DiskError`."""
+        self.refuse_in_a_fork()  # which has no buffers either
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         size = whole_pages(flat.numel())
         stored = StoredTensor(tensor.shape, tensor.dtype, StoredRange(self, extent.take(size), size), extent)

@@ -145,7 +145,7 @@ def samples(
     """`sample` of each group of tensors. All pages are read at a time, before what updates read: one wait for the disk and not one for each."""
     asked, found = [], _Runs()
     for tensors in groups:
-        run = PAGE // min(t.element_size() for t in tensors)
+        run = max(1, min(PAGE // min(t.element_size() for t in tensors), tensors[0].numel()))
         count = tensors[0].numel() // run
         stride = max(1, count // runs)
         begins = [number * run for number in range(generation % stride, count, stride)]

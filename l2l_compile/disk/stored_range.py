@@ -35,6 +35,7 @@ class StoredRange:
 
     is_in_place = False
     shift = 0
+    _some_were_made = False
 
     def __init__(self, store: ReadableStore, start: int, size: int):
         self.store, self.start, self.size = store, start, size
@@ -79,6 +80,7 @@ class StoredRange:
         weakref.finalize(tensor.untyped_storage(), freed.append, (self.own_places, self.size)).atexit = False
 
     def _belong_to(self, storage: torch.UntypedStorage) -> None:
+        StoredRange._some_were_made = True
         setattr(storage, STORED, self)
         self._storage, self._address = weakref.ref(storage), storage.data_ptr()
 
@@ -104,6 +106,11 @@ class StoredRange:
                     if transfer in self.sources:  # the buffer is used again behind the end of the write
                         return found
         return None
+
+
+def some_are_stored() -> bool:
+    """Whether any tensor of this process may be in a file: else nobody has to look at each."""
+    return StoredRange._some_were_made
 
 
 @dataclass(frozen=True)
@@ -144,14 +151,14 @@ class ReadableStore:
         self.read_bytes = 0
 
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
-        if transfer.error is not None:
+        if isinstance(transfer.error, Exception):  # no interrupt, which a read meets in a forked process
             for store in (self, *(span.range.store for span in spans)):
                 store._fail(_anew(transfer.error))
 
     def _fail(self, error: L2LError) -> None:
         with self.guard:
             is_first, self._failure = self._failure is None, self._failure or error
-        if is_first and isinstance(error, DiskError):
+        if is_first and isinstance(error, DiskError) and not self._readers.is_in_a_fork:  # the parent goes on
             self._failed(error)
 
     def check(self) -> None:
@@ -201,6 +208,10 @@ class ReadableStore:
 
     def write_block(self, buffer: memoryview, start: int) -> None:
         """Write a buffer of whole pages (disk threads). Raises `DiskError`."""
+        self._refuse_writes()
+
+    def refuse_in_a_fork(self) -> None:
+        """Before a write."""
         self._refuse_writes()
 
     def before_writes(self) -> Callable[[], None]:

@@ -173,6 +173,7 @@ class VersionedStore(StoreWithPlaces):
 
         A disk thread does it. If it fails, `check` raises the error, and no later write begins.
         """
+        self.refuse_in_a_fork()
         with self.guard:
             # A write that goes to such a place from now on waits for this commit.
             self._free_what_is_loose({start for each in ranges for start in each.places})
@@ -300,6 +301,7 @@ class VersionedStore(StoreWithPlaces):
 
     def drop(self, version: str) -> None:
         """Use the places of a version again, but for those that another one or the last complete step has. Raises `DiskError`."""
+        self.refuse_in_a_fork()
         self.await_commit()
         if version not in self._versions:
             raise unknown(self.file.folders[0], version, self._versions)

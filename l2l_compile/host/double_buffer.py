@@ -246,9 +246,10 @@ class DelayedWires(Wires):
         With `sampled`, finds writes that PyTorch does not record as well (see `Copy.refresh`). Parameters that no update has
         written are copied in every forward.
         """
-        known = self._known(versions, sampled)
+        updating = self.updating  # other threads may end the updates meanwhile
+        known = self._known(versions, updating, sampled)
         for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True)):
-            if owner in self.updating or not (sampled or owner in self._updated) or position in known:
+            if owner in updating or not (sampled or owner in self._updated) or position in known:
                 continue
             self._accesses.read_parameters([owner])
             for places in versions.places:
@@ -256,12 +257,12 @@ class DelayedWires(Wires):
             before = self._restored(parameter, owner, versions.dtypes[position])
             versions.set(position, written_values(parameter), before)
 
-    def _known(self, versions: _Versions, sampled: bool) -> set[int]:
+    def _known(self, versions: _Versions, updating: Container[torch.Tensor], sampled: bool) -> set[int]:
         """Positions of the parameters that nothing but updates has written, by all that is looked at."""
         pairs = {
             position: (versions.newest(position), parameter)
             for position, (parameter, owner) in enumerate(zip(versions.parameters, versions.owners, strict=True))
-            if owner in self._updated and owner not in self.updating and versions.identity[position] == identity(parameter)
+            if owner in self._updated and owner not in updating and versions.identity[position] == identity(parameter)
         }
         if not sampled:
             return set(pairs)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from l2l_compile.disk.disk_store import await_writes, range_of
 from l2l_compile.disk.stored_entries import samples
+from l2l_compile.disk.stored_range import some_are_stored
 from l2l_compile.host.gradients import GradientMemory
 from l2l_compile.ir.captured import Input
 from l2l_compile.ir.segments import Segment
@@ -115,8 +116,7 @@ class Wire:
         Calls `ready` for one chunk after another, as soon as it is up to date: for all bytes in the end.
         """
         sent = 0
-        on_disk = [copy for copy in self.copies if is_read_from_disk(copy.view, copy.parameter) and copy.may_be_kept()]
-        same = dict(zip(on_disk, same_samples([(c.view, c.parameter) for c in on_disk], generation), strict=True))
+        same = self._same_on_disk(generation)
         for copy, (start, _) in zip(self.copies, self.spans, strict=True):
             for entries in copy.refresh(generation, same.get(copy)):
                 now = start + entries * copy.view.element_size()
@@ -124,6 +124,13 @@ class Wire:
                     ready(self, sent, now)
                     sent = now
         ready(self, sent, self.buffer.numel())
+
+    def _same_on_disk(self, generation: int) -> Mapping[Copy, bool]:
+        """What `same_sample` says of each copy that may be kept and is read from a disk."""
+        if not some_are_stored():
+            return {}
+        kept = [copy for copy in self.copies if copy.may_be_kept() and is_read_from_disk(copy.view, copy.parameter)]
+        return dict(zip(kept, same_samples([(c.view, c.parameter) for c in kept], generation), strict=True))
 
 
 class Copy:
@@ -281,7 +288,9 @@ def same_sample(copy: torch.Tensor, parameter: torch.Tensor, generation: int) ->
 
     Of a parameter or a copy on disk, a few whole pages: every 251st entry would be on every page of the file.
     """
-    return same_samples([(copy, parameter)], generation)[0]
+    if is_read_from_disk(copy, parameter):
+        return same_samples([(copy, parameter)], generation)[0]
+    return _is_same(copy, local(parameter), generation)
 
 
 def same_samples(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], generation: int) -> list[bool]:
@@ -291,9 +300,16 @@ def same_samples(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], generation:
     found = iter(samples((pair for pair, is_there in zip(given, on_disk, strict=True) if is_there), generation))
     same = []
     for (copy, master), is_there in zip(given, on_disk, strict=True):
-        copied, entries = next(found)[1] if is_there else (_some_entries(each, generation) for each in (copy, master))
-        same.append(torch.equal(copied, entries.to(copied.dtype)))
+        if is_there:
+            _, (copied, entries) = next(found)
+            same.append(torch.equal(copied, entries.to(copied.dtype)))
+        else:
+            same.append(_is_same(copy, master, generation))
     return same
+
+
+def _is_same(copy: torch.Tensor, master: torch.Tensor, generation: int) -> bool:
+    return torch.equal(_some_entries(copy, generation), _some_entries(master, generation).to(copy.dtype))
 
 
 def is_read_from_disk(copy: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ import time
 import pytest
 import torch
 
-from l2l_compile import DiskError, L2LError
+from l2l_compile import L2LError
 from l2l_compile.disk.disk_store import DiskStore, await_writes, range_of, whole_spans
 from l2l_compile.disk.disk_threads import DiskBlock, DiskThreads
 from l2l_compile.disk.stored_entries import moved_to_disk, read_entries, sample, write_entries
@@ -139,22 +139,34 @@ def test_samples_of_a_part_of_a_tensor_are_of_this_part(store):
     assert same_sample(given[1_001:30_003].bfloat16(), part, 3) and not same_sample(given[1_000:30_002], part, 3)
 
 
+@pytest.mark.parametrize("entries", [1, 10, 1023])
+def test_samples_of_less_than_a_page_are_all_of_it(entries, store):
+    given = torch.randn(entries)
+    tensor = moved_to_disk(store, given)
+    assert same_sample(given, tensor, 7)
+    tensor.data[-1] += 1
+    assert not same_sample(given, tensor, 8)
+
+
 def test_other_pages_are_compared_in_each_forward(store):
     tensor = moved_to_disk(store, torch.zeros(64 << 10))
     found = torch.cat([sample([tensor], generation)[0] for generation in range(16)])
     assert torch.equal(found.sort().values, torch.arange(64 << 10))
 
 
-def test_samples_of_a_step_that_is_put_off_read_few_pages(store):
+def test_samples_of_a_step_that_is_put_off_read_few_pages(store, monkeypatch):
     """1,024 entries of each parameter are on 1,024 pages."""
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.data = moved_to_disk(store, torch.randn(ENTRIES))
-    guard = DeferredWriteGuard(torch.optim.SGD([parameter], lr=1.0), [parameter])
-    guard.check([parameter])
-    assert pages_in_memory(parameter) == 0
+    other = torch.nn.Parameter(moved_to_disk(store, torch.randn(ENTRIES)))
+    guard = DeferredWriteGuard(torch.optim.SGD([parameter, other], lr=1.0), [parameter, other])
+    transfers, read = [], store.read
+    monkeypatch.setattr(store, "read", lambda spans, *rest, **how: transfers.append(len(spans)) or read(spans, *rest, **how))
+    guard.check([parameter, other])
+    assert transfers == [2] and pages_in_memory(parameter) == 0
     parameter.data.mul_(0.5)
     with pytest.raises(L2LError, match="was written while its update was still to come"):
-        guard.check([parameter])
+        guard.check([other, parameter])
 
 
 def test_await_writes_waits_for_the_range_alone(tmp_path):
@@ -191,41 +203,6 @@ def test_a_killed_process_leaves_no_file_and_no_space_taken(tmp_path):
     running.send_signal(signal.SIGKILL)
     running.wait()
     assert is_freed_within(1.0, tmp_path) and os.listdir(tmp_path) == []
-
-
-def test_a_fork_waits_for_what_is_being_written(tmp_path):
-    with slow_disk(Faults(rate=1e6)):
-        store = DiskStore(str(tmp_path))
-        tensor = moved_to_disk(store, torch.zeros(20_000))
-        (span,), size = whole_spans([tensor])
-        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        buffer.view(torch.float32).fill_(3.0)
-        store.write([span], buffer)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(5)
-            os._exit(0 if torch.equal(await_writes(tensor), torch.full((20_000,), 3.0)) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_forked_process_reads_past_mappings_and_writes_nothing(store):
-    """It has no disk threads to wait for, and its parent's file."""
-    tensor = moved_to_disk(store, torch.full((20_000,), 3.0))
-    (span,), size = whole_spans([tensor])
-    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(5)
-        code = 1
-        try:
-            store.read([span], buffer).wait()
-            with pytest.raises(DiskError, match="a forked process has the files of its parent in"):
-                store.write([span], buffer)
-            code = 0 if torch.equal(buffer[: tensor.nbytes].view(torch.float32), tensor) else 1
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert store.write([span], buffer.fill_(0)).wait() is None and not tensor.any(), "the parent goes on"
 
 
 def test_entries_are_written_behind_a_write_that_is_under_way(store, monkeypatch):
