@@ -97,7 +97,7 @@ class DiskStore(ReadableStore):
     def write(
         self, spans: Sequence[StoredSpan], buffer: torch.Tensor, then: Callable[[Transfer], None] = lambda _: None
     ) -> Transfer:
-        awaited = [_before_writes(store) for store in {span.range.store for span in spans}]
+        awaited = [store.before_writes() for store in {span.range.store for span in spans}]
 
         def block(span: StoredSpan, offset: int, size: int) -> None:
             for wait in awaited:
@@ -136,17 +136,14 @@ class DiskStore(ReadableStore):
         self.file.write(buffer, start)
 
     def before_writes(self) -> Callable[[], None]:
+        """As `ReadableStore.before_writes`. Raises `DiskError` in a forked process."""
+        self.refuse_in_a_fork()
         return lambda: None
 
     def settle(self) -> None:
         """Wait until everything is written. Raises the `DiskError` of a transfer that failed."""
         self._writers.settle()
         self.check()
-
-
-def _before_writes(store: ReadableStore) -> Callable[[], None]:
-    store.refuse_in_a_fork()
-    return store.before_writes()
 
 
 def range_of(tensor: torch.Tensor) -> StoredRange | None:

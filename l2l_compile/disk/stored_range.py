@@ -151,7 +151,10 @@ class ReadableStore:
         self.read_bytes = 0
 
     def _note(self, transfer: Transfer, spans: Sequence[StoredSpan]) -> None:
-        if isinstance(transfer.error, Exception):  # no interrupt, which a read meets in a forked process
+        is_interrupt = self._readers.is_in_a_fork and not isinstance(
+            transfer.error, Exception
+        )  # of a read on the user's own thread
+        if transfer.error is not None and not is_interrupt:
             for store in (self, *(span.range.store for span in spans)):
                 store._fail(_anew(transfer.error))
 
@@ -208,10 +211,6 @@ class ReadableStore:
 
     def write_block(self, buffer: memoryview, start: int) -> None:
         """Write a buffer of whole pages (disk threads). Raises `DiskError`."""
-        self._refuse_writes()
-
-    def refuse_in_a_fork(self) -> None:
-        """Before a write."""
         self._refuse_writes()
 
     def before_writes(self) -> Callable[[], None]:

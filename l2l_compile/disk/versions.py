@@ -159,6 +159,7 @@ class VersionedStore(StoreWithPlaces):
 
     def before_writes(self) -> Callable[[], None]:
         """Wait for the commit of the step before. If it has failed, write nothing: the last manifest still holds."""
+        self.refuse_in_a_fork()
         commit = self._commit
 
         def wait() -> None:

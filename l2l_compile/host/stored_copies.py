@@ -12,7 +12,7 @@ import torch
 
 from l2l_compile.disk.disk_store import await_writes
 from l2l_compile.disk.stored_entries import write_entries
-from l2l_compile.host.wire import Copy, Wires, same_sample, same_samples, written_values
+from l2l_compile.host.wire import Copy, Wires, same_samples, written_values
 
 
 class StoredCopy(Copy):
@@ -26,10 +26,11 @@ class StoredCopy(Copy):
         return False
 
     def refresh(self, generation: int, is_same: bool | None = None) -> Iterator[int]:
-        """As `Copy.refresh`. A copy that a forward has made counts as one that an update has written: to make it again takes a disk long."""
+        """As `Copy.refresh`; one of which nothing is known is made again.
+
+        A copy that a forward has made counts as one that an update has written: to make it again takes a disk long.
+        """
         self.generation = generation
-        if is_same is None:
-            is_same = self.may_be_kept() and same_sample(self.view, self.parameter, generation)
         if not is_same:
             write_entries(self.view.view(-1), 0, written_values(self.parameter))
             self.written()

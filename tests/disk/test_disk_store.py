@@ -91,14 +91,20 @@ def test_samples_of_a_forward_read_few_pages(store):
     assert pages_in_memory(tensor) == 0 and store.read_bytes - read == 2 * 4 * mmap.PAGESIZE
 
 
-def test_samples_of_several_tensors_wait_for_one_transfer(store, monkeypatch):
-    """One behind the other, each would wait for the blocks of updates that are being read."""
-    given = [torch.randn(ENTRIES >> 4) for _ in range(5)]
-    stored = [moved_to_disk(store, each) for each in given]
+def transfers_of(store, monkeypatch):
+    """Of every read from now on, how many spans it has, and its options."""
     transfers, read = [], store.read
     monkeypatch.setattr(
         store, "read", lambda spans, *rest, **how: transfers.append((len(spans), how)) or read(spans, *rest, **how)
     )
+    return transfers
+
+
+def test_samples_of_several_tensors_wait_for_one_transfer(store, monkeypatch):
+    """One behind the other, each would wait for the blocks of updates that are being read."""
+    given = [torch.randn(ENTRIES >> 4) for _ in range(5)]
+    stored = [moved_to_disk(store, each) for each in given]
+    transfers = transfers_of(store, monkeypatch)
     stored[3].data.mul_(0.5)
     assert same_samples(zip(given, stored, strict=True), 0) == [True, True, True, False, True]
     assert transfers == [(5 * 4, {"is_update": False})]
@@ -116,10 +122,9 @@ def test_a_wire_looks_at_what_is_on_disk_in_one_transfer(store, monkeypatch):
         copy.written()
     parameters[1].data.mul_(0.5)
     parameters[3].data.mul_(0.5)
-    transfers, read = [], store.read
-    monkeypatch.setattr(store, "read", lambda spans, *rest, **how: transfers.append(len(spans)) or read(spans, *rest, **how))
+    transfers = transfers_of(store, monkeypatch)
     wire.refresh(2)
-    assert transfers == [3 * 4]
+    assert transfers == [(3 * 4, {"is_update": False})]
     assert all(
         torch.equal(view, (values * factor).bfloat16())
         for view, values, factor in zip(wire.views, given, (1, 0.5, 1, 0.5), strict=True)
@@ -160,10 +165,9 @@ def test_samples_of_a_step_that_is_put_off_read_few_pages(store, monkeypatch):
     parameter.data = moved_to_disk(store, torch.randn(ENTRIES))
     other = torch.nn.Parameter(moved_to_disk(store, torch.randn(ENTRIES)))
     guard = DeferredWriteGuard(torch.optim.SGD([parameter, other], lr=1.0), [parameter, other])
-    transfers, read = [], store.read
-    monkeypatch.setattr(store, "read", lambda spans, *rest, **how: transfers.append(len(spans)) or read(spans, *rest, **how))
+    transfers = transfers_of(store, monkeypatch)
     guard.check([parameter, other])
-    assert transfers == [2] and pages_in_memory(parameter) == 0
+    assert transfers == [(2, {"is_update": False})] and pages_in_memory(parameter) == 0
     parameter.data.mul_(0.5)
     with pytest.raises(L2LError, match="was written while its update was still to come"):
         guard.check([other, parameter])

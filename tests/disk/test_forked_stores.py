@@ -48,14 +48,13 @@ def whole(tensor):
 def test_a_fork_waits_for_what_is_being_written(tmp_path):
     with slow_disk(Faults(rate=1e6)):
         store = DiskStore(str(tmp_path))
-        tensor = moved_to_disk(store, torch.zeros(20_000))
-        (span,), size = whole_spans([tensor])
-        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        tensor = moved_to_disk(store, torch.zeros(ENTRIES))
+        spans, buffer = whole(tensor)
         buffer.view(torch.float32).fill_(3.0)
-        store.write([span], buffer)
+        store.write(spans, buffer)
 
         def look():
-            assert torch.equal(await_writes(tensor), torch.full((20_000,), 3.0))
+            assert torch.equal(await_writes(tensor), torch.full((ENTRIES,), 3.0))
 
         assert passes_in_a_child(look)
 
@@ -110,7 +109,8 @@ def test_stashes_of_a_forked_process_are_refused(tmp_path):
 def test_a_forked_process_commits_nothing(tmp_path):
     store = VersionedStore(str(tmp_path))
     tensor = moved_to_disk(store, torch.ones(ENTRIES))
-    ranges = [span.range for span in whole_spans([tensor])[0]]
+    spans, buffer = whole(tensor)
+    ranges = [span.range for span in spans]
     store.begin_commit(ranges, lambda places: {"step": 1})
     store.await_commit()
     manifest = (tmp_path / "l2l-store.manifest").read_bytes()
@@ -120,6 +120,8 @@ def test_a_forked_process_commits_nothing(tmp_path):
             store.begin_commit(ranges, lambda places: {"step": 2})
         with pytest.raises(DiskError, match=REFUSED):
             store.drop("a")
+        with pytest.raises(DiskError, match=REFUSED):
+            DiskStore(str(tmp_path)).write(spans, buffer)
 
     assert passes_in_a_child(commit) and (tmp_path / "l2l-store.manifest").read_bytes() == manifest
 
